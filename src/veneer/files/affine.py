@@ -66,7 +66,7 @@ def make_affine(
     - `dtype`: the dtype of the dense matrix.
     """
     qtype = f"uint{bits}"
-    zero_point: Any = zero if bits == 8 else _packed_zero_points(zero, bits)
+    zero_point: Any = zero if bits == 8 else _pack_zero_points(zero, bits)
     if (zero == 2 ** (bits - 1)).all():
         qtype, zero_point = f"int{bits}", None
         packed = codes.flip_high_bits(packed, bits)
@@ -75,7 +75,7 @@ def make_affine(
     return make_qarray(packed, scale, zero_point, qtype=qtype, packing=packing, dtype=dtype)
 
 
-def _packed_zero_points(zero: np.ndarray, bits: int) -> np.ndarray | QArray:
+def _pack_zero_points(zero: np.ndarray, bits: int) -> np.ndarray | QArray:
     """Return zero points `[out, groups]`, packed as a `QArray` if that takes fewer bytes."""
     groups = zero.shape[1]
     if packed_size(groups, bits) >= groups:

@@ -32,7 +32,7 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
             "supported; vn.load(..., raw=True) loads the stored tensors"
         )
     for module in source.modules(".qweight"):
-        yield _weight(source, module)
+        yield _make_weight(source, module)
 
 
 def has_layout(source: StoredTensors, module: str) -> bool:
@@ -47,7 +47,7 @@ def has_layout(source: StoredTensors, module: str) -> bool:
     return qweight.shape[1] * 8 == scales.shape[1]
 
 
-def _weight(source: StoredTensors, module: str) -> Weight:
+def _make_weight(source: StoredTensors, module: str) -> Weight:
     qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
     size, words = source.shape(qweight, rank=2, dtypes=_WORDS)
     groups, _ = source.shape(scales, rank=2, dtypes=FLOATS)
@@ -61,16 +61,16 @@ def _weight(source: StoredTensors, module: str) -> Weight:
 
 def _read(source: StoredTensors, module: str, size: int, tile: int, dtype: str) -> Any:
     words, width = source.read(f"{module}.qweight").T, packed_size(size, 4)
-    pack_outputs = lambda rows: pack(_outputs(rows), 4).reshape(-1, 8 * width)
+    pack_outputs = lambda rows: pack(_unpack_outputs(rows), 4).reshape(-1, 8 * width)
     packed = codes.map_rows(pack_outputs, words, 8 * width).reshape(-1, width)
     del words
-    zero = _outputs(source.read(f"{module}.qzeros").T)
+    zero = _unpack_outputs(source.read(f"{module}.qzeros").T)
     scale = source.read(f"{module}.scales").T
     scale, zero = (even_tiles(x, 1, size, tile) for x in (scale, zero))
     return make_affine(packed, scale, zero, bits=4, size=size, dtype=dtype)
 
 
-def _outputs(words: np.ndarray) -> np.ndarray:
+def _unpack_outputs(words: np.ndarray) -> np.ndarray:
     """Unpack 4-bit codes of words `[out / 8, n]`, in the order of the outputs: `uint8[out, n]`."""
     eight = [(words >> 4 * place).astype(np.uint8) & np.uint8(15) for place in PLACES]
     return np.stack(eight, 1).reshape(-1, words.shape[1])
@@ -90,14 +90,14 @@ def encode_weight(value: Any) -> EncodedWeight:
     if out % 8:
         raise UnsupportedByFormat(f"its {out} outputs are not a multiple of 8, the codes per word")
     tensors = {
-        ".qweight": _words(parts.fields.T),
-        ".qzeros": _words(parts.zero.T.astype(np.uint8)),
+        ".qweight": _pack_outputs(parts.fields.T),
+        ".qzeros": _pack_outputs(parts.zero.T.astype(np.uint8)),
         ".scales": parts.scale.T,
     }
     return EncodedWeight(tensors, {"group_size": parts.tile, "inputs": size})
 
 
-def _words(fields: np.ndarray) -> np.ndarray:
+def _pack_outputs(fields: np.ndarray) -> np.ndarray:
     placed = fields.reshape(len(fields), -1, 8)[..., ORDER].reshape(fields.shape)
     return codes.pack_to_stream(np.ascontiguousarray(placed), 4).view(np.int32)
 

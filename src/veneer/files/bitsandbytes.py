@@ -36,12 +36,12 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
     """Yield the quantized weights of a folder in the formats of bitsandbytes."""
     for kind in _FORMATS:
         for name in source.modules(_STATE + kind):
-            yield _of_4_bits(source, name, kind)
+            yield _make_4_bit_weight(source, name, kind)
     for suffix in (".SCB", ".weight.SCB"):
         for module in source.modules(suffix):
             name = f"{module}.weight"
             if name in source.headers:
-                yield _of_8_bits(source, name, module + suffix)
+                yield _make_8_bit_weight(source, name, module + suffix)
 
 
 def is_present(source: StoredTensors) -> bool:
@@ -50,7 +50,7 @@ def is_present(source: StoredTensors) -> bool:
     return any(name.endswith(suffixes) for name in source.headers)
 
 
-def _of_8_bits(source: StoredTensors, name: str, scb: str) -> Weight:
+def _make_8_bit_weight(source: StoredTensors, name: str, scb: str) -> Weight:
     shape = source.shape(name, rank=2, dtypes=("int8",))
     source.check(scb, shape[:1], ("float32",), name)
     layout = f"{name.removesuffix('weight')}weight_format"
@@ -69,9 +69,9 @@ def _read_8_bits(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> A
     return make_qarray(packed, scale, qtype="int8", packing=None, dtype=dtype)
 
 
-def _of_4_bits(source: StoredTensors, name: str, kind: str) -> Weight:
+def _make_4_bit_weight(source: StoredTensors, name: str, kind: str) -> Weight:
     state_name = f"{name}{_STATE}{kind}"
-    state = _state(source, state_name)
+    state = _read_state(source, state_name)
     shape = tuple(state["shape"])
     tile = source.number(state, "blocksize", 64)
     size = math.prod(shape)
@@ -99,7 +99,7 @@ def _of_4_bits(source: StoredTensors, name: str, kind: str) -> Weight:
     )
 
 
-def _state(source: StoredTensors, name: str) -> Mapping[str, Any]:
+def _read_state(source: StoredTensors, name: str) -> Mapping[str, Any]:
     (length,) = source.shape(name, rank=1, dtypes=("uint8",))
     if length > _MAX_STATE_BYTES:
         raise source.error(
@@ -135,12 +135,12 @@ def _read_4_bits(
     absmax = source.read(f"{name}.absmax")
     scale: Any = even_tiles_of_blocks(absmax, shape, tile)
     if f"{name}.nested_absmax" in source.headers:
-        scale = _nested(source, name, state, scale, shape, tile)
+        scale = _read_nested_scales(source, name, state, scale, shape, tile)
     packing = codes.last_axis_packing(columns, 4)
     return make_qarray(packed, scale, qtype=qtype, packing=packing, dtype=dtype)
 
 
-def _nested(
+def _read_nested_scales(
     source: StoredTensors,
     name: str,
     state: Mapping[str, Any],

@@ -52,7 +52,7 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
         shape, counts = (source.header(x).shape[-2:] for x in (name, scale_name))
         has_default = len(counts) == 2 and counts == tuple(-(-size // 128) for size in shape)
         default = (128, 128) if has_default else None  # of `weight_block_size`
-        yield byte_code_weight(source, name, scale_name, block or default)
+        yield make_byte_weight(source, name, scale_name, block or default)
 
 
 def pair_scales(source: StoredTensors) -> Iterator[tuple[str, str]]:
@@ -81,7 +81,7 @@ def read_block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | Non
     return stated[0], stated[1]
 
 
-def byte_code_weight(
+def make_byte_weight(
     source: StoredTensors,
     name: str,
     scale_name: str,
@@ -107,7 +107,7 @@ def byte_code_weight(
         raise source.error(
             scale_name, "is not a scale: its dtype is not a float of 16 or 32 bits or e8m0"
         )
-    fitting = {_tiles(shape, counts, block) for block in blocks or (None,)} - {None}
+    fitting = {_find_tiles(shape, counts, block) for block in blocks or (None,)} - {None}
     if len(fitting) != 1:
         stated = sorted(f"{list(block)}" for block in blocks if block is not None)
         what = f"in blocks of {' or '.join(stated) or 'an unspecified size'}"
@@ -127,7 +127,7 @@ def byte_code_weight(
     return Weight(name, shape, dtype, parts, read)
 
 
-def _tiles(
+def _find_tiles(
     shape: tuple[int, ...], counts: tuple[int, ...], block: Sequence[int] | None
 ) -> tuple[int, ...] | None:
     """Return how many values share a scale along each axis, or None if the shapes do not fit.
@@ -184,10 +184,10 @@ E8M0 = np.dtype(jnp.float8_e8m0fnu)
 def find_mxfp4_weights(source: StoredTensors) -> Iterator[Weight]:
     """Yield the MXFP4 weights of a folder of gpt-oss."""
     for name in source.modules("_blocks"):
-        yield _mxfp4_weight(source, name)
+        yield _make_mxfp4_weight(source, name)
 
 
-def _mxfp4_weight(source: StoredTensors, name: str) -> Weight:
+def _make_mxfp4_weight(source: StoredTensors, name: str) -> Weight:
     blocks, scales = f"{name}_blocks", f"{name}_scales"
     header = source.header(blocks)
     *lead, out, groups, width = source.shape(

@@ -189,14 +189,14 @@ def inspect(source: Any, names: Sequence[str], against: Any = None) -> Iterator[
         if missing := [name for name in names if name not in folder]:
             some = ", ".join(map(repr, list(folder)[:3])) or "nothing"
             raise ValueError(f"{folder.path} has no tensor {missing[0]!r}; it holds {some}, ...")
-    return (_report(name, source, against) for name in names)
+    return (_report_tensor(name, source, against) for name in names)
 
 
-def _report(name: str, source: Any, against: Any) -> TensorReport:
+def _report_tensor(name: str, source: Any, against: Any) -> TensorReport:
     value = source.read(name)
     is_permuted = isinstance(value, Permuted)
     stored = value.array if is_permuted else value
-    scale = _statistics(stored.scales()) if isinstance(stored, QArray) else None
+    scale = _summarize(stored.scales()) if isinstance(stored, QArray) else None
     format = describe_format(stored) + ", permuted" * is_permuted
     error = None
     if against is not None:
@@ -212,7 +212,7 @@ def _report(name: str, source: Any, against: Any) -> TensorReport:
     return TensorReport(name, format, value.shape, value.nbytes, scale, error)
 
 
-def _statistics(scale: ArrayLike) -> tuple[float, float, float] | None:
+def _summarize(scale: ArrayLike) -> tuple[float, float, float] | None:
     values = np.asarray(scale, np.float64)
     if not values.size:
         return None

@@ -114,7 +114,7 @@ def stream_to_packed(data: np.ndarray, bits: int, size: int) -> np.ndarray:
     **Returns:** `uint8[..., packed_size(size, bits)]`. Bits after the last code are arbitrary.
     """
     width = packed_size(size, bits) if bits < 8 else size
-    data = _padded(data, width)
+    data = _pad_or_cut(data, width)
     if bits in (1, 2, 4, 8):
         return data
     return map_rows(lambda rows: _convert_units(rows, "stream", "planes", bits), data, width)
@@ -134,7 +134,7 @@ def unpack_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
     if bits in (1, 2, 4, 8):
         return unpack_rows(stream_to_packed(data, bits, size), bits, size)
     change = lambda rows: _convert_units(rows, "stream", "fields", bits)[:, :size]
-    return map_rows(change, _padded(data, packed_size(size, bits)), size)
+    return map_rows(change, _pad_or_cut(data, packed_size(size, bits)), size)
 
 
 def pack_to_stream(fields: np.ndarray, bits: int) -> np.ndarray:
@@ -143,7 +143,7 @@ def pack_to_stream(fields: np.ndarray, bits: int) -> np.ndarray:
         return pack_rows(fields, bits)
     width = packed_size(fields.shape[-1], bits)
     change = lambda rows: _convert_units(rows, "fields", "stream", bits)
-    return map_rows(change, _padded(fields, width // bits * 8), width)
+    return map_rows(change, _pad_or_cut(fields, width // bits * 8), width)
 
 
 def pack_rows(fields: np.ndarray, bits: int) -> np.ndarray:
@@ -175,7 +175,7 @@ def unpack_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
 def pack_to_words(fields: np.ndarray, bits: int) -> np.ndarray:
     """Pack codes `uint8[..., n]` as consecutive bits of 32-bit words: `int32[..., words]`."""
     width = -(-fields.shape[-1] * bits // 32) * 4
-    return np.ascontiguousarray(_padded(pack_to_stream(fields, bits), width)).view(np.int32)
+    return np.ascontiguousarray(_pad_or_cut(pack_to_stream(fields, bits), width)).view(np.int32)
 
 
 def flip_high_bits(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -227,7 +227,7 @@ def _conversion_tables(source: str, target: str, bits: int) -> np.ndarray:
     return tables
 
 
-def _padded(data: np.ndarray, width: int) -> np.ndarray:
+def _pad_or_cut(data: np.ndarray, width: int) -> np.ndarray:
     """Cut or zero-pad rows to `width`."""
     data = data[..., :width]
     missing = width - data.shape[-1]

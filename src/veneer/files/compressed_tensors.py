@@ -35,7 +35,7 @@ from .affine import (
     require_matrix,
     split_affine,
 )
-from .block_floats import E8M0, FLOAT8, byte_code_weight, read_block_size
+from .block_floats import E8M0, FLOAT8, make_byte_weight, read_block_size
 from .codes import pack
 from .stored_tensors import FLOATS, StoredTensors, Weight, even_tiles, make_qarray, sort_by_group
 
@@ -52,23 +52,23 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
                 "is sparse, which is unsupported: vn.load(..., raw=True) loads the stored tensors",
             )
     for module in source.modules(".weight_packed"):
-        yield _packed(source, module)
+        yield _make_packed_weight(source, module)
     for module in source.modules(".weight_scale"):
         name = f"{module}.weight"
         if name not in source.headers:
             continue
         if source.header(f"{module}.weight_scale").dtype.name == "uint8":
-            yield _floats(source, module, name)
+            yield _make_float_weight(source, module, name)
         elif source.header(name).dtype.name in ("int8", *FLOAT8):
             zero = f"{module}.weight_zero_point"
             zero_name = zero if zero in source.headers else None
-            blocks = (_tile_sizes(source, scheme) for scheme in _schemes(source, module))
-            yield byte_code_weight(
+            blocks = (_read_tile_sizes(source, scheme) for scheme in _find_schemes(source, module))
+            yield make_byte_weight(
                 source, name, f"{module}.weight_scale", *blocks, zero_name=zero_name
             )
 
 
-def _schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
+def _find_schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
     """Return the `weights` entries of `config_groups` that may apply to a module.
 
     A group lists targets: names of modules, regular expressions ("re:..."), or classes ("Linear").
@@ -92,7 +92,7 @@ def _schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
     return [min(by_name, key=lambda match: match[:2])[2]] if by_name else schemes
 
 
-def _tile_sizes(source: StoredTensors, scheme: Mapping[str, Any]) -> tuple[int, int] | None:
+def _read_tile_sizes(source: StoredTensors, scheme: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return how many values along [out, in] share a scale: -1 for all, None if not stated.
 
     **Raises:** `ValueError` if the stated sizes are invalid.
@@ -110,14 +110,14 @@ def _tile_sizes(source: StoredTensors, scheme: Mapping[str, Any]) -> tuple[int, 
     return None if group is None else (1, group)
 
 
-def _packed(source: StoredTensors, module: str) -> Weight:
+def _make_packed_weight(source: StoredTensors, module: str) -> Weight:
     dtype = source.header(f"{module}.weight_packed").dtype.name
     if dtype == "int32":
-        return _words(source, module)
-    return _floats(source, module, f"{module}.weight_packed")
+        return _make_integer_weight(source, module)
+    return _make_float_weight(source, module, f"{module}.weight_packed")
 
 
-def _floats(source: StoredTensors, module: str, packed: str) -> Weight:
+def _make_float_weight(source: StoredTensors, module: str, packed: str) -> Weight:
     """Return a weight of small floats, such as NVFP4. Its bytes per scale determine its format."""
     scale, above = f"{module}.weight_scale", f"{module}.weight_global_scale"
     out, width = source.shape(packed, rank=2, dtypes=("uint8", "float8_e4m3fn"))
@@ -181,7 +181,7 @@ class _WordLayout(NamedTuple):
         return codes.unpack_stream(codes.as_bytes(words), self.bits, size)
 
 
-def _words(source: StoredTensors, module: str) -> Weight:
+def _make_integer_weight(source: StoredTensors, module: str) -> Weight:
     packed, scale, zero, g_idx, shape_name = (
         f"{module}.weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
     )
@@ -189,8 +189,8 @@ def _words(source: StoredTensors, module: str) -> Weight:
     source.shape(shape_name, rank=1, dtypes=("int64", "int32"))
     source.check(shape_name, (2,), ("int64", "int32"), packed)
     rows, size = map(int, source.read(shape_name))
-    schemes = _schemes(source, module)
-    layout = _layout(source, schemes, words, size)
+    schemes = _find_schemes(source, module)
+    layout = _find_layout(source, schemes, words, size)
     if rows != out or layout is None:
         raise source.error(
             packed, f"has shape {[out, words]}, which does not fit codes of [{rows}, {size}]"
@@ -209,7 +209,7 @@ def _words(source: StoredTensors, module: str) -> Weight:
         source.check(g_idx, (size,), ("int32", "int64"), packed)
         parts.append(g_idx)
     matching = [scheme for scheme in schemes if scheme.get("num_bits") in (layout.bits, None)]
-    tiles = [_tile_sizes(source, scheme) for scheme in matching]
+    tiles = [_read_tile_sizes(source, scheme) for scheme in matching]
     stated = [None if tile is None else tile[1] for tile in tiles]
     if g_idx not in source.headers:
         source.tile(scale, size, groups, *stated)
@@ -218,7 +218,7 @@ def _words(source: StoredTensors, module: str) -> Weight:
     return Weight(f"{module}.weight", (out, size), dtype, tuple(parts), read)
 
 
-def _layout(
+def _find_layout(
     source: StoredTensors, schemes: Sequence[Mapping[str, Any]], words: int, size: int
 ) -> _WordLayout | None:
     """Return the layout of packed codes, from their number of words, or None if it is ambiguous.
@@ -263,7 +263,7 @@ def _read_words(
     else:
         packed = codes.stream_to_packed(codes.as_bytes(words), bits, size)
     scale = source.read(f"{module}.weight_scale")
-    zero = _zero_points(source, module, layout, scale.shape)
+    zero = _read_zero_points(source, module, layout, scale.shape)
     tile = partial(source.tile, f"{module}.weight_scale", size, scale.shape[1], *stated)
     order = None
     if f"{module}.weight_g_idx" in source.headers:
@@ -285,7 +285,7 @@ def _read_words(
     return weight if order is None else Permuted(weight, order[None])
 
 
-def _zero_points(
+def _read_zero_points(
     source: StoredTensors, module: str, layout: _WordLayout, shape: tuple[int, ...]
 ) -> np.ndarray:
     """Return zero points of the given shape. For a symmetric weight, they are `2**(bits - 1)`."""
@@ -321,7 +321,7 @@ def encode_weight(value: Any) -> EncodedWeight:
     if parts.group_of is not None:
         tensors[".weight_g_idx"] = parts.group_of
     is_per_channel = parts.scale.shape[1] == 1
-    stated = _settings("pack-quantized", bits, "int", parts.is_symmetric)
+    stated = _make_settings("pack-quantized", bits, "int", parts.is_symmetric)
     stated |= (
         {"strategy": "channel"}
         if is_per_channel
@@ -337,7 +337,7 @@ def _encode_bytes(q: QArray) -> EncodedWeight:
     (out, size), (rows, groups) = q.shape, q.scale.shape
     layout = "int-quantized" if q.qtype == "int8" else "float-quantized"
     of_tiles: dict[str, Any]
-    stated = _settings(layout, 8, "int" if q.qtype == "int8" else "float", True)
+    stated = _make_settings(layout, 8, "int" if q.qtype == "int8" else "float", True)
     if (rows, groups) == (1, 1):
         scale, of_tiles = entries_per_row(q.scale, 1, size).reshape(1), {"strategy": "tensor"}
     elif groups == 1 and rows == out:
@@ -378,12 +378,12 @@ def _encode_floats(q: QArray) -> EncodedWeight:
     scale = np.asarray(scale)
     tensors[".weight_scale"] = scale if q.qtype == "nvfp4" else scale.view(np.uint8)
     layout = f"{q.qtype}-pack-quantized" if bits < 8 else f"{q.qtype}-quantized"
-    stated = _settings(layout, bits, "float", True)
+    stated = _make_settings(layout, bits, "float", True)
     strategy = "tensor_group" if q.qtype == "nvfp4" else "group"
     return EncodedWeight(tensors, stated | {"strategy": strategy, "group_size": tile})
 
 
-def _settings(layout: str, bits: int, kind: str, symmetric: bool) -> dict[str, Any]:
+def _make_settings(layout: str, bits: int, kind: str, symmetric: bool) -> dict[str, Any]:
     return {"format": layout, "num_bits": bits, "type": kind, "symmetric": symmetric}
 
 

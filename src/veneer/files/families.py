@@ -140,7 +140,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
     """
     unreadable = None
     try:
-        config = _config(folder.path)
+        config = _read_config(folder.path)
     except ValueError as error:  # raised below, unless all tensors are dense
         config, unreadable = {}, error
     stated = config.get("quantization_config")
@@ -152,7 +152,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
     if isinstance(of_mlx, Mapping):
         stated = {**of_mlx, "quant_method": "mlx"}
     source = StoredTensors(folder, config, stated)
-    family = _family(source, stated.get("quant_method"))
+    family = _find_family(source, stated.get("quant_method"))
     if family is not None and unreadable is not None:
         raise unreadable
     weights: dict[str, Weight] = {}
@@ -192,7 +192,7 @@ def _is_saved_codes(name: str, headers: Mapping[str, Any]) -> bool:
     return not {f"{array}.scale", f"{array}.scale.packed"}.isdisjoint(headers)
 
 
-def _family(source: StoredTensors, method: Any) -> Family | None:
+def _find_family(source: StoredTensors, method: Any) -> Family | None:
     if method is not None:
         for family in FAMILIES:
             if method in family.methods:
@@ -206,7 +206,7 @@ def _family(source: StoredTensors, method: Any) -> Family | None:
     return next((family for family in FAMILIES if family.recognizes(source)), None)
 
 
-def _config(path: Path) -> Mapping[str, Any]:
+def _read_config(path: Path) -> Mapping[str, Any]:
     """Return the content of `config.json`, with AutoGPTQ's `quantize_config.json` merged."""
     folder = path if path.is_dir() else path.parent
     content = _read_object(folder / "config.json")

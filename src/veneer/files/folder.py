@@ -48,7 +48,7 @@ class TensorFolder:
             raise
 
     def _open(self) -> None:
-        weight_map = _weight_map(self.path)
+        weight_map = _find_files(self.path)
         for file, expected in weight_map.items():
             handle = self._handles.enter_context(TensorFile(file))
             names = set(handle)
@@ -286,7 +286,7 @@ class FolderWriter:
         return wanted
 
 
-def _weight_map(path: Path) -> dict[Path, set[str] | None]:
+def _find_files(path: Path) -> dict[Path, set[str] | None]:
     """Return the safetensors files of `path`, each with its tensor names if an index has them."""
     if not path.is_dir():
         if path.suffix in PICKLED:

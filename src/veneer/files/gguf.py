@@ -162,7 +162,7 @@ class GgufFile:
         """The content of `config.json`, from the metadata. See `huggingface_config`."""
         factors = None
         if _ROPE_FACTORS in self._entries:
-            factors = _read(*self._entries[_ROPE_FACTORS])
+            factors = _read_entry(*self._entries[_ROPE_FACTORS])
         config = _name_file(self.path, huggingface_config, self.metadata, rope_factors=factors)
         return config | {"tie_word_embeddings": "output.weight" not in self._entries}
 
@@ -204,16 +204,16 @@ class GgufFile:
             order = None
             if name != stored:
                 order = order_of_rows(stored, entry.shape, self.metadata)
-            value = _read(content, entry, order)
+            value = _read_entry(content, entry, order)
             if isinstance(value, QArray) and stored in self._factors:
-                factors = _read(*self._entries[self._factors[stored]])
+                factors = _read_entry(*self._entries[self._factors[stored]])
                 value = with_factors(value, factors, expert)
             return value
         except ValueError as error:
             raise ValueError(f"{self.path}: tensor {name!r}: {error}") from None
 
 
-def _read(
+def _read_entry(
     content: np.ndarray, entry: Entry, order: np.ndarray | None = None
 ) -> np.ndarray | QArray:
     content = content[entry.start : entry.start + entry.nbytes]
@@ -290,25 +290,25 @@ def write_gguf(
     metadata = {k: v for k, v in (metadata or {}).items() if not str(k).startswith("split.")}
     # `tensors` may read a tensor on lookup. So look each up twice, and keep none in memory.
     layout: dict[str, tuple[int, tuple[int, ...]]] = {}
-    for name, tensor, _ in _stored(tensors, metadata, names):
+    for name, tensor, _ in _prepare_tensors(tensors, metadata, names):
         if name in layout:
             raise ValueError(f"there are two tensors for {name!r}")
-        layout[name] = _layout(tensor)
+        layout[name] = _find_layout(tensor)
     if any(type in BLOCK_TYPES for type, _ in layout.values()):
         metadata.setdefault(*_QUANTIZATION_VERSION)
     alignment = alignment_of(metadata)
-    header = _header(metadata, layout, alignment)
+    header = _make_header(metadata, layout, alignment)
     refusal = lambda path: None if _is_gguf(path) else "it is not a GGUF file"
     with (
         replacing(Path(path), overwrite=overwrite, refusal=refusal) as new,
         new.open("xb") as file,
     ):
         file.write(header)
-        for name, tensor, order in _stored(tensors, metadata, names):
+        for name, tensor, order in _prepare_tensors(tensors, metadata, names):
             _pad(file, alignment)
-            if _layout(tensor) != layout[name]:
+            if _find_layout(tensor) != layout[name]:
                 raise ValueError(
-                    f"tensor {name!r} changed from {layout[name]} to {_layout(tensor)}"
+                    f"tensor {name!r} changed from {layout[name]} to {_find_layout(tensor)}"
                 )
             if isinstance(tensor, Encoded):
                 file.writelines(part.data for part in tensor.parts(order))
@@ -317,7 +317,7 @@ def write_gguf(
         _pad(file, alignment)
 
 
-def _stored(
+def _prepare_tensors(
     tensors: Mapping[str, Any], metadata: Mapping[str, Any], names: str | None
 ) -> Iterator[tuple[str, "Encoded | np.ndarray", np.ndarray | None]]:
     """Yield each tensor as it is written, after its GGUF name and before the order of its rows.
@@ -331,9 +331,9 @@ def _stored(
         raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
     for name, of in stored.items():
         if isinstance(of, str):
-            value = _dense_or_quantized(of, tensors[of])
+            value = _check_array(of, tensors[of])
         else:
-            experts = [_dense_or_quantized(expert, tensors[expert]) for expert in of]
+            experts = [_check_array(expert, tensors[expert]) for expert in of]
             if len({(jax.tree.structure(x), x.shape, x.dtype) for x in experts}) > 1:
                 raise ValueError(f"the experts of {name!r} differ in shape or format")
             value = jax.tree.map(lambda *leaves: np.stack(leaves), *experts)
@@ -345,21 +345,21 @@ def _stored(
         factors = None
         if isinstance(value, QArray) and name.endswith(".weight"):
             value, factors = without_factors(value)
-        encoded = _encoded(name, value)
+        encoded = _encode_tensor(name, value)
         yield name, encoded, None if order is None else np.argsort(order)
         if factors is not None:
             # GGUF stores the factors of NVFP4 scales as a second tensor.
             yield f"{name.removesuffix('weight')}scale", factors, None
 
 
-def _layout(tensor: "Encoded | np.ndarray") -> tuple[int, tuple[int, ...]]:
+def _find_layout(tensor: "Encoded | np.ndarray") -> tuple[int, tuple[int, ...]]:
     """Return the number of the GGUF type of a tensor, and its shape."""
     if isinstance(tensor, Encoded):
         return tensor.type.number, tensor.q.shape
     return _NUMBER_OF[tensor.dtype], tensor.shape
 
 
-def _dense_or_quantized(name: str, value: Any) -> "QArray | np.ndarray":
+def _check_array(name: str, value: Any) -> "QArray | np.ndarray":
     if isinstance(value, QArray):
         return value
     if isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -372,7 +372,7 @@ def _dense_or_quantized(name: str, value: Any) -> "QArray | np.ndarray":
     )
 
 
-def _encoded(name: str, value: "QArray | np.ndarray") -> "Encoded | np.ndarray":
+def _encode_tensor(name: str, value: "QArray | np.ndarray") -> "Encoded | np.ndarray":
     if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
         raise ValueError(f"names in GGUF have at most {MAX_NAME_BYTES} bytes: shorten {name!r}")
     if value.ndim > MAX_AXES:
@@ -397,7 +397,7 @@ def _encoded(name: str, value: "QArray | np.ndarray") -> "Encoded | np.ndarray":
     return value
 
 
-def _header(
+def _make_header(
     metadata: Mapping[str, Any], layout: Mapping[str, tuple[int, tuple[int, ...]]], alignment: int
 ) -> bytes:
     header = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(layout), len(metadata))]

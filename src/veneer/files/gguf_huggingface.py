@@ -80,7 +80,7 @@ def names_of(
     in_layer = _names_in_layer(metadata)
     origins: dict[str, Origin] = {}
     for stored, shape in shapes.items():
-        name = _name(stored, in_layer)
+        name = _rename(stored, in_layer)
         experts = range(shape[0]) if "{}" in name and shape else [None]
         for expert in experts:
             origins[name.format(expert) if "{}" in name else name] = Origin(stored, expert)
@@ -99,7 +99,7 @@ def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     names_of_stored: dict[str, str | list[str]] = {}
     experts: dict[str, dict[int, str]] = {}
     for name in names:
-        stored, expert = _origin(name, in_layer)
+        stored, expert = _find_origin(name, in_layer)
         if expert is not None:
             experts.setdefault(stored, {})[expert] = name
         elif stored in names_of_stored:
@@ -113,7 +113,7 @@ def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     return names_of_stored
 
 
-def _origin(name: str, in_layer: Mapping[str, str]) -> Origin:
+def _find_origin(name: str, in_layer: Mapping[str, str]) -> Origin:
     """Return the origin in GGUF of a tensor with a Hugging Face name. Other names are kept."""
     module, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
@@ -140,7 +140,7 @@ def _names_in_layer(metadata: Mapping[str, Any]) -> dict[str, str]:
     return _ARCHITECTURES[architecture]
 
 
-def _name(stored: str, in_layer: Mapping[str, str]) -> str:
+def _rename(stored: str, in_layer: Mapping[str, str]) -> str:
     module, _, kind = stored.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
     if kind not in ("weight", "bias"):
@@ -263,7 +263,7 @@ def huggingface_config(
             ),
         }
     if isinstance(rope_factors, np.ndarray) and np.any(rope_factors != 1):
-        config["rope_scaling"] = _llama3_scaling(rope_factors, config["rope_theta"])
+        config["rope_scaling"] = _find_llama3_scaling(rope_factors, config["rope_theta"])
     if f"{architecture}.attention.sliding_window" in metadata:
         config["sliding_window"] = value("attention.sliding_window")
     for name, token in _TOKENS.items():
@@ -281,7 +281,7 @@ _LLAMA3 = {
 }
 
 
-def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
+def _find_llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
     """Return the `rope_scaling` of Llama 3 that gives these factors.
 
     As in `modeling_rope_utils` of Hugging Face: wavelengths longer than the original context get

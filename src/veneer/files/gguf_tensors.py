@@ -30,10 +30,10 @@ def decode(
     **Raises:** `ValueError` for 8-bit scales that are negative or NaN.
     """
     leaves: list[np.ndarray] = []
-    for part in _parts(len(rows), shape[-1]):
+    for part in _slice_rows(len(rows), shape[-1]):
         bytes_ = rows[part] if order is None else rows[order[part]]
         blocks = bytes_.reshape(len(bytes_), shape[-1] // type.values, type.nbytes)
-        decoded = [*_read(blocks, type)]
+        decoded = [*_read_leaves(blocks, type)]
         leaves = leaves or [np.empty((len(rows), x.shape[1]), x.dtype) for x in decoded]
         for leaf, x in zip(leaves, decoded, strict=True):
             leaf[part] = x
@@ -60,31 +60,31 @@ def decode(
     return quantized(type.qtype, shape[-1], type.scale, type.minimum)
 
 
-def _parts(rows: int, values: int) -> Iterator[slice]:
+def _slice_rows(rows: int, values: int) -> Iterator[slice]:
     """Yield slices of a few rows each, so that a slice has at most `_VALUES_AT_ONCE` values."""
     step = max(1, _VALUES_AT_ONCE // max(values, 1))
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
 
 
-def _read(blocks: np.ndarray, type: BlockType) -> Iterator[np.ndarray]:
+def _read_leaves(blocks: np.ndarray, type: BlockType) -> Iterator[np.ndarray]:
     """Yield the leaves of a `QArray`, `[rows, ...]`, of blocks `uint8[rows, blocks, bytes]`."""
-    yield _packed(type.codes.read(blocks), type.qtype, type.flipped)
+    yield _pack_fields(type.codes.read(blocks), type.qtype, type.flipped)
     for part in (type.scale, type.minimum):
         if part is None:
             continue
         if part.fields is not None:
-            yield _packed(part.fields.read(blocks), str(part.qtype), part.flipped)
-        yield _joined(part.read(blocks))
+            yield _pack_fields(part.fields.read(blocks), str(part.qtype), part.flipped)
+        yield _join_blocks(part.read(blocks))
 
 
-def _packed(fields: np.ndarray, qtype: str, flipped: int) -> np.ndarray:
+def _pack_fields(fields: np.ndarray, qtype: str, flipped: int) -> np.ndarray:
     format = get_format(qtype)
-    fields = _joined(fields ^ np.uint8(flipped) if flipped else fields)
+    fields = _join_blocks(fields ^ np.uint8(flipped) if flipped else fields)
     return pack(fields, format.bits).view(format.storage_dtype)
 
 
-def _joined(x: np.ndarray) -> np.ndarray:
+def _join_blocks(x: np.ndarray) -> np.ndarray:
     """Join the blocks of each row: from `[rows, blocks, n]` to `[rows, blocks * n]`."""
     return x.reshape(len(x), x.shape[1] * x.shape[2])
 
@@ -149,8 +149,8 @@ class Encoded:
         """
         *leading, size = self.q.shape
         count = size // self.type.values
-        fields_of = _fields_of(self.q, get_format(self.type.qtype))
-        for part in _parts(math.prod(leading), size):
+        fields_of = _field_reader(self.q, get_format(self.type.qtype))
+        for part in _slice_rows(math.prod(leading), size):
             rows = part if order is None else order[part]
             fields = fields_of(rows)
             blocks = np.zeros((len(fields), count, self.type.nbytes), np.uint8)
@@ -172,9 +172,9 @@ def encode(q: QArray) -> Encoded:
     if q.ndim == 0:
         raise ValueError("it is a scalar, but blocks of GGUF have at least 32 values")
     reasons = []
-    for type in _candidates(q):
+    for type in _find_candidates(q):
         try:
-            return _encoded(q, type)
+            return _encode_as(q, type)
         except _Misfit as reason:
             reasons.append(f"{type.name}: {reason}")
     raise ValueError("; ".join(reasons) or f"GGUF has no type with codes of {q.qtype}")
@@ -184,7 +184,7 @@ class _Misfit(Exception):
     """The reason that a `QArray` cannot be written as blocks of a type."""
 
 
-def _candidates(q: QArray) -> list[BlockType]:
+def _find_candidates(q: QArray) -> list[BlockType]:
     """Return the types whose codes can represent the codes of `q`, in the order of their size."""
     format = q.format
     if format.is_integer:
@@ -204,19 +204,21 @@ def _candidates(q: QArray) -> list[BlockType]:
     return sorted(fitting, key=lambda type: type.nbytes / type.values)
 
 
-def _encoded(q: QArray, type: BlockType) -> Encoded:
+def _encode_as(q: QArray, type: BlockType) -> Encoded:
     if q.shape[-1] % type.values:
         raise _Misfit(f"the last axis of {q.shape} is not a multiple of {type.values}")
-    floats = [(type.scale, *_floats(q.scale, q.shape, type, type.scale, "scale"))]
+    floats = [(type.scale, *_split_floats(q.scale, q.shape, type, type.scale, "scale"))]
     if type.minimum is not None:
         minimum = np.zeros([1] * q.ndim, np.float16) if q.minimum is None else q.minimum
-        floats.append((type.minimum, *_floats(minimum, q.shape, type, type.minimum, "minimum")))
+        floats.append(
+            (type.minimum, *_split_floats(minimum, q.shape, type, type.minimum, "minimum"))
+        )
     elif q.minimum is not None:
         raise _Misfit("it must not have a minimum")
     return Encoded(type, q, floats)
 
 
-def _floats(
+def _split_floats(
     leaf: Any, shape: tuple[int, ...], type: BlockType, place: Floats, name: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the floats of scales or minima as rows, and the integers that they multiply, or None.
@@ -230,17 +232,17 @@ def _floats(
             raise _Misfit(
                 f"its {name} must be {place.qtype} with one float per {type.values} values"
             )
-        own = _fields_of(leaf, leaf.format)(slice(None)).reshape(leaf.shape)
-        fields = _repeated(own, (*shape[:-1], count * place.fields.count), name)
+        own = _field_reader(leaf, leaf.format)(slice(None)).reshape(leaf.shape)
+        fields = _repeat_to(own, (*shape[:-1], count * place.fields.count), name)
         leaf = leaf.scale
     else:
         count *= place.count
     wide = np.asarray(leaf.dequantize() if isinstance(leaf, QArray) else leaf)
-    floats = _repeated(_exactly(wide, place.dtype, name), (*shape[:-1], count), name)
+    floats = _repeat_to(_cast_exactly(wide, place.dtype, name), (*shape[:-1], count), name)
     return floats, fields
 
 
-def _exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+def _cast_exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """Cast floats to the dtype of the file. Raise `_Misfit` if values change."""
     floats = floats if floats.dtype == np.float64 else floats.astype(np.float32)
     with np.errstate(over="ignore"):
@@ -254,7 +256,7 @@ def _exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return narrow
 
 
-def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+def _repeat_to(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
     """Repeat the entries of a leaf to the given shape. Return it as a matrix.
 
     **Raises:** `_Misfit` if its sizes do not divide the shape.
@@ -266,7 +268,7 @@ def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray
     return leaf.reshape(math.prod(shape[:-1]), shape[-1])
 
 
-def _fields_of(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.ndarray]:
+def _field_reader(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.ndarray]:
     """Return a function from a selection of rows to their codes, `uint8[rows, n]`, none negative.
 
     **Arguments:**
@@ -283,7 +285,7 @@ def _fields_of(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.n
         return lambda part: unpack(packed[part], q.format.bits, size)
     codes = np.asarray(q.codes())
     if q.zero_point is not None:
-        zero = _repeated(np.asarray(q.zero_point), q.shape, "zero_point").reshape(q.shape)
+        zero = _repeat_to(np.asarray(q.zero_point), q.shape, "zero_point").reshape(q.shape)
         codes = (codes.astype(np.int16) - zero).astype(format.byte_dtype)
     fields = np.asarray(format.to_fields(jnp.asarray(codes))).reshape(count, size)
     return lambda part: fields[part]

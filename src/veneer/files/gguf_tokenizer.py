@@ -59,30 +59,28 @@ def tokenizer(metadata: Mapping[str, Any]) -> Any:
 
     kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind == "llama":
-        words = _sentencepiece(metadata)
+        words = _build_sentencepiece(metadata)
     elif kind == "gpt2" and pre in _PATTERNS:
-        words = _byte_pairs(metadata, pre)
+        words = _build_byte_pairs(metadata, pre)
     else:
         raise ValueError(
             f"the file has a tokenizer {kind!r} with pre-tokenizer {pre!r}; supported are 'llama', "
             f"and 'gpt2' with {', '.join(map(repr, _PATTERNS))}"
         )
-    special = [
-        tokenizers.AddedToken(t, normalized=False) for t in _tokens_of_kind(metadata, _CONTROL)
-    ]
+    special = [tokenizers.AddedToken(t, normalized=False) for t in _find_tokens(metadata, _CONTROL)]
     words.add_special_tokens(special)
-    others = _tokens_of_kind(metadata, _USER_DEFINED)
+    others = _find_tokens(metadata, _USER_DEFINED)
     words.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in others])
     return words
 
 
-def _byte_pairs(metadata: Mapping[str, Any], pre: str) -> Any:
+def _build_byte_pairs(metadata: Mapping[str, Any], pre: str) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    merges = _entry(metadata, "merges")
+    merges = _require_entry(metadata, "merges")
     model = models.BPE(
-        vocab={token: number for number, token in enumerate(_entry(metadata, "tokens"))},
+        vocab={token: number for number, token in enumerate(_require_entry(metadata, "tokens"))},
         merges=[tuple(merge.split(" ")) for merge in merges],
         ignore_merges=pre in _MERGES_LAST,
     )
@@ -98,7 +96,7 @@ def _byte_pairs(metadata: Mapping[str, Any], pre: str) -> Any:
     return words
 
 
-def _sentencepiece(metadata: Mapping[str, Any]) -> Any:
+def _build_sentencepiece(metadata: Mapping[str, Any]) -> Any:
     """Return a SentencePiece tokenizer, which merges the pair with the best score first.
 
     Spaces are letters. Letters that are not in the vocabulary are encoded as bytes.
@@ -106,13 +104,13 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Any:
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
-    tokens = _entry(metadata, "tokens")
+    tokens = _require_entry(metadata, "tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     number_of = {token: number for number, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = models.BPE(
         vocab=number_of,
-        merges=_merges(tokens, _entry(metadata, "scores"), kinds),
+        merges=_list_merges(tokens, _require_entry(metadata, "scores"), kinds),
         unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
         fuse_unk=True,
         byte_fallback=any(kind == _BYTE for kind in kinds),
@@ -128,7 +126,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Any:
     return words
 
 
-def _merges(
+def _list_merges(
     tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
     """Return all pairs of tokens that form a token, sorted by the score of that token."""
@@ -161,7 +159,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     words = tokenizer(metadata)
     from tokenizers import processors
 
-    tokens = _entry(metadata, "tokens")
+    tokens = _require_entry(metadata, "tokens")
     named = {}
     for name, key in _NAMED.items():
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -204,7 +202,7 @@ _NAMED = {
 }
 
 
-def _entry(metadata: Mapping[str, Any], name: str) -> Any:
+def _require_entry(metadata: Mapping[str, Any], name: str) -> Any:
     entry = metadata.get(f"tokenizer.ggml.{name}")
     if entry is None:
         raise ValueError(
@@ -213,6 +211,9 @@ def _entry(metadata: Mapping[str, Any], name: str) -> Any:
     return entry
 
 
-def _tokens_of_kind(metadata: Mapping[str, Any], wanted: int) -> list[str]:
-    tokens, kinds = _entry(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type", [])
+def _find_tokens(metadata: Mapping[str, Any], wanted: int) -> list[str]:
+    tokens, kinds = (
+        _require_entry(metadata, "tokens"),
+        metadata.get("tokenizer.ggml.token_type", []),
+    )
     return [token for token, kind in zip(tokens, kinds, strict=False) if kind == wanted]

@@ -45,9 +45,9 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
             f"{source.folder.path} has 'checkpoint_format': {version!r:.20}; supported are gptq "
             "and gptq_v2. vn.load(..., raw=True) loads the stored tensors"
         )
-    plus_one = _plus_one(source)
+    plus_one = _is_version_1(source)
     for module in source.modules(".qweight"):
-        yield _weight(source, module, plus_one)
+        yield _make_weight(source, module, plus_one)
 
 
 def has_layout(source: StoredTensors, module: str) -> bool:
@@ -60,12 +60,12 @@ def has_layout(source: StoredTensors, module: str) -> bool:
     return bool(qweight and scales and qweight.shape[1:] == scales.shape[1:])
 
 
-def _weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
+def _make_weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
     qweight, qzeros = f"{module}.qweight", f"{module}.qzeros"
     scales, g_idx = f"{module}.scales", f"{module}.g_idx"
     words, out = source.shape(qweight, rank=2, dtypes=("int32", "uint32"))
     groups, _ = source.shape(scales, rank=2, dtypes=FLOATS)
-    bits = _bits(source, module, out)
+    bits = _find_bits(source, module, out)
     size = words * 32 // bits
     source.check(scales, (groups, out), FLOATS, qweight)
     source.check(qzeros, (groups, out * bits // 32), ("int32", "uint32"), scales)
@@ -75,7 +75,7 @@ def _weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
         source.check(g_idx, (size,), ("int32", "int64"), qweight)
         tile = None
     else:
-        stated = source.stated_size(_stated_for(source, module))
+        stated = source.stated_size(_find_module_config(source, module))
         tile = source.tile(scales, size, groups, stated)
     dtype = source.dense_dtype(source.header(scales).dtype.name)
     stored = [name for name in (qweight, qzeros, scales, g_idx) if name in source.headers]
@@ -93,9 +93,9 @@ def _read(
     dtype: str,
 ) -> Any:
     scale = source.read(f"{module}.scales").T
-    zero = _zero_points(source, module, bits, plus_one).T
+    zero = _read_zero_points(source, module, bits, plus_one).T
     order = None
-    groups = _groups(source, module, size, scale.shape[1], tile)
+    groups = _read_groups(source, module, size, scale.shape[1], tile)
     if groups is not None:
         order, of_tile = sort_by_group(groups)
         if not np.array_equal(of_tile, np.arange(scale.shape[1])):
@@ -113,7 +113,7 @@ def _read(
     return weight if order is None else Permuted(weight, order[None])
 
 
-def _groups(
+def _read_groups(
     source: StoredTensors, module: str, size: int, groups: int, tile: int | None
 ) -> np.ndarray | None:
     """Return the group of each input, or None if groups are consecutive and of equal size.
@@ -130,7 +130,7 @@ def _groups(
     return None if even else index
 
 
-def _zero_points(source: StoredTensors, module: str, bits: int, plus_one: bool) -> np.ndarray:
+def _read_zero_points(source: StoredTensors, module: str, bits: int, plus_one: bool) -> np.ndarray:
     out = source.header(f"{module}.scales").shape[1]
     words = source.read(f"{module}.qzeros").view(np.uint32)
     if plus_one and bits != 3:
@@ -139,7 +139,7 @@ def _zero_points(source: StoredTensors, module: str, bits: int, plus_one: bool) 
     return (zeros + np.uint8(1)) & np.uint8(7) if plus_one and bits == 3 else zeros
 
 
-def _bits(source: StoredTensors, module: str, out: int) -> int:
+def _find_bits(source: StoredTensors, module: str, out: int) -> int:
     """Return the bits per code of a module, from the shapes of its tensors."""
     _, words = source.shape(f"{module}.qzeros", rank=2, dtypes=("int32", "uint32"))
     bits, rest = divmod(words * 32, max(out, 1))
@@ -151,7 +151,7 @@ def _bits(source: StoredTensors, module: str, out: int) -> int:
     return bits
 
 
-def _stated_for(source: StoredTensors, module: str) -> Mapping[str, Any]:
+def _find_module_config(source: StoredTensors, module: str) -> Mapping[str, Any]:
     """Return the entries of `quantization_config` that apply to a module.
 
     The first pattern in `dynamic` that matches the module overrides the common entries.
@@ -164,7 +164,7 @@ def _stated_for(source: StoredTensors, module: str) -> Mapping[str, Any]:
     return source.quantization
 
 
-def _plus_one(source: StoredTensors) -> bool:
+def _is_version_1(source: StoredTensors) -> bool:
     """Return whether stored zero points are the actual ones minus one, as in version 1.
 
     In a symmetric folder the zero points are known, so they decide. If the stated version is
@@ -177,8 +177,8 @@ def _plus_one(source: StoredTensors) -> bool:
     for module in list(source.modules(".qweight"))[:_SAMPLED_MODULES]:
         if not has_layout(source, module):
             return stated
-        bits = _bits(source, module, source.header(f"{module}.scales").shape[1])
-        zeros = np.unique(_zero_points(source, module, bits, plus_one=False))
+        bits = _find_bits(source, module, source.header(f"{module}.scales").shape[1])
+        zeros = np.unique(_read_zero_points(source, module, bits, plus_one=False))
         offsets.add(2 ** (bits - 1) - int(zeros[0]) if len(zeros) == 1 else None)
     if len(offsets) != 1 or not offsets <= {0, 1} or offsets == {int(stated)}:
         return stated

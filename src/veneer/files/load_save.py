@@ -175,7 +175,7 @@ def load(
             node = {"dict": [[name, {"tensor": name}] for name in tensors]}
         if like is None:
             return _load_placed(path, node, tensors, shardings)
-        with _naming_folder(path, ValueError):
+        with _name_folder_in_errors(path, ValueError):
             return restore(node, tensors, like)
 
 
@@ -212,7 +212,7 @@ def _load_placed(path: Any, node: Node, tensors: Mapping[str, Any], shardings: A
     - `tensors`: the tensors, which are read on lookup.
     - `shardings`: as in `load`.
     """
-    with _naming_folder(path, NotStored):
+    with _name_folder_in_errors(path, NotStored):
         tree = decode(node, lambda at, _: _Placeholder(at))
     leaves, _ = vtree.flatten_with_path(tree)
     places = [None] * len(leaves) if shardings is None else match_shardings(tree, shardings)
@@ -225,7 +225,7 @@ def _load_placed(path: Any, node: Node, tensors: Mapping[str, Any], shardings: A
     def load_array(at: Path, node: Node) -> Any:
         # JAX frees the host copy of the previous array only when garbage is collected.
         gc.collect(0)
-        with _naming_folder(path, NotStored):
+        with _name_folder_in_errors(path, NotStored):
             value = read_array(at, node, tensors)
         name, place = destinations[at]
         value = jax.tree.map(as_jax, value) if place is None else put([name], [value], [place])[0]
@@ -235,7 +235,7 @@ def _load_placed(path: Any, node: Node, tensors: Mapping[str, Any], shardings: A
 
 
 @contextlib.contextmanager
-def _naming_folder(path: Any, expected: type[Exception]) -> Iterator[None]:
+def _name_folder_in_errors(path: Any, expected: type[Exception]) -> Iterator[None]:
     """Add the path of the folder to errors. Errors other than `expected` mean a damaged tree."""
     try:
         yield

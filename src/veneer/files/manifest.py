@@ -180,8 +180,8 @@ def write(folder: Path, manifest: Manifest) -> None:
     content = {
         "layout_version": json.dumps(LAYOUT_VERSION),
         "how_to_read": json.dumps(HOW_TO_READ, indent=1),
-        "formats": _one_a_line({name: _describe_format(name) for name in sorted(formats)}),
-        "tensors": _one_a_line(tensors),
+        "formats": _format_lines({name: _describe_format(name) for name in sorted(formats)}),
+        "tensors": _format_lines(tensors),
     }
     if manifest.tree is not None:
         content["tree"] = json.dumps(manifest.tree)
@@ -220,21 +220,21 @@ def read(file: Path, *, verify: bool = False) -> Manifest:
             f"{LAYOUT_VERSION}: update veneer"
         )
     if verify:
-        _verify(file, content)
+        _verify_checksum(file, content)
     tensors = content.get("tensors")
     if not isinstance(tensors, dict):
         raise ValueError(f"{file} is damaged: 'tensors' is not an object")
     entries: dict[str, Entry] = {}
     for name, fields in tensors.items():
         try:
-            entries[name] = _entry(**fields)
+            entries[name] = _parse_entry(**fields)
         except (AttributeError, KeyError, TypeError) as error:
             what = f"tensor {name!r}: {type(error).__name__}: {error}"
             raise ValueError(f"{file} is damaged: {what}") from error
     return Manifest(entries, content.get("tree"), content.get("checksums"))
 
 
-def _verify(file: Path, content: dict[str, Any]) -> None:
+def _verify_checksum(file: Path, content: dict[str, Any]) -> None:
     if "checksum" not in content:
         raise ValueError(
             f"{file} has no checksums to verify, because an older version of veneer wrote it. Load "
@@ -255,13 +255,13 @@ def checksum(data: bytes | memoryview | np.ndarray) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def _entry(storage: str, **fields: Any) -> Entry:
+def _parse_entry(storage: str, **fields: Any) -> Entry:
     for key, value in fields.items():
         if key in _IS_VALID and not _IS_VALID[key](value):
             raise TypeError(f"{key} is {value!r}")
     for part in ("scale", "zero_point", "minimum"):
         if isinstance(fields.get(part), dict):
-            fields[part] = _entry("quantised", **fields[part])
+            fields[part] = _parse_entry("quantised", **fields[part])
     return _STORAGE[storage](**fields)
 
 
@@ -307,7 +307,7 @@ def read_json(file: Path) -> Any:
     raise ValueError(too_deep)
 
 
-def _one_a_line(content: dict[str, Any]) -> str:
+def _format_lines(content: dict[str, Any]) -> str:
     # With `indent`, json writes each number of a shape on its own line.
     lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items())
     return f"{{\n{lines}\n}}"
@@ -322,12 +322,12 @@ def _describe_format(name: str) -> dict[str, Any]:
         "unit_fields": fields,
         "unit_bytes": bytes_,
         "unit_layout": "base 3" if format.bits == 1.6 else layout,
-        "code": _code(format),
+        "code": _describe_code(format),
         "codebook": format.codebook,
     }
 
 
-def _code(format: Format) -> str:
+def _describe_code(format: Format) -> str:
     if format.code_dtype.name in BYTE_FLOATS:
         return format.code_dtype.name
     if not format.signed:

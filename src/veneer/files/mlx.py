@@ -41,10 +41,10 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
     """Yield the quantized weights of a folder in the format of MLX."""
     for module in source.modules(".scales"):
         if f"{module}.weight" in source.headers:
-            yield _weight(source, module)
+            yield _make_weight(source, module)
 
 
-def _weight(source: StoredTensors, module: str) -> Weight:
+def _make_weight(source: StoredTensors, module: str) -> Weight:
     name, scales, biases = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
     header, of_scales = source.header(name), source.header(scales)
     *lead, words = source.shape(name, rank=max(len(header.shape), 2), dtypes=("uint32",))

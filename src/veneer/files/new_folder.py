@@ -45,7 +45,7 @@ def write_aside(path: str | os.PathLike[str], *, overwrite: bool = False) -> Ite
     """
 
     def refusal(path: Path) -> str | None:
-        foreign = _not_written_here(path)
+        foreign = _find_foreign_file(path)
         return foreign and f"{foreign} was not saved by veneer"
 
     with replacing(Path(path), overwrite=overwrite, refusal=refusal) as aside:
@@ -209,7 +209,7 @@ def _lock(hidden: Path) -> BinaryIO | None:
     raise BlockingIOError
 
 
-def _not_written_here(path: Path) -> str | None:
+def _find_foreign_file(path: Path) -> str | None:
     """Return the name of a file in a folder that this package did not write.
 
     Return None if there is no such file, and "it" if the folder as a whole is foreign.
@@ -221,7 +221,7 @@ def _not_written_here(path: Path) -> str | None:
     )
     shard = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
     shards = [name for name in names if shard.fullmatch(name)]
-    listed = [_written_with(path / name) for name in shards]
+    listed = [_read_written_with(path / name) for name in shards]
     is_ours = manifest.FILE_NAME in names or (listed and None not in listed)
     written = {manifest.FILE_NAME, INDEX_NAME, *shards}
     written |= {name for files in listed for name in files or ()}
@@ -230,7 +230,7 @@ def _not_written_here(path: Path) -> str | None:
     return foreign[0] if foreign else None if is_ours else "it"
 
 
-def _written_with(file: Path) -> list[str] | None:
+def _read_written_with(file: Path) -> list[str] | None:
     """Return the names of files that were written together with a safetensors file, if known."""
     try:
         with TensorFile(file) as tensors:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from . import codes
-from .block_floats import FLOAT8, byte_code_weight
+from .block_floats import FLOAT8, make_byte_weight
 from .stored_tensors import FLOATS, StoredTensors, Weight, make_qarray
 
 _BITS = {f"int{bits}": bits for bits in range(2, 9)}
@@ -49,13 +49,15 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
         yield _KINDS[kind](source, name, prefix, data if isinstance(data, Mapping) else {})
 
 
-def _int4(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]) -> Weight:
+def _make_int4_weight(
+    source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]
+) -> Weight:
     qdata, scale, zero = (prefix + part for part in ("qdata", "scale", "zero_point"))
     out, width = source.shape(qdata, rank=2, dtypes=("int8", "uint8"))
     groups, _ = source.shape(scale, rank=2, dtypes=FLOATS)
     source.check(scale, (groups, out), FLOATS, qdata)
     source.check(zero, (groups, out), FLOATS, scale)
-    block = _block_size(data)
+    block = _read_block_size(data)
     tile = source.tile(scale, 2 * width, groups, block[-1] if block else None)
     if 2 * width % tile:
         raise source.error(scale, f"has groups of {tile}, which do not divide {2 * width} inputs")
@@ -74,26 +76,30 @@ def _read_int4(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> Any
     )
 
 
-def _bytes(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]) -> Weight:
+def _make_byte_weight(
+    source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]
+) -> Weight:
     qdata = f"{prefix}qdata"
     if source.header(qdata).dtype.name not in ("int8", *FLOAT8):
         raise source.error(qdata, "is neither int8 nor an 8-bit float")
     zero = f"{prefix}zero_point"
     stated = data.get("dtype")
     dtype = stated.get("_data") if isinstance(stated, Mapping) else None
-    weight = byte_code_weight(
+    weight = make_byte_weight(
         source,
         qdata,
         f"{prefix}scale",
-        _block_size(data),
+        _read_block_size(data),
         zero_name=zero if zero in source.headers else None,
         dtype=dtype if dtype in FLOATS else None,
     )
     return weight._replace(name=name)
 
 
-def _narrow(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]) -> Weight:
-    weight = _bytes(source, name, prefix, data)
+def _make_narrow_weight(
+    source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]
+) -> Weight:
+    weight = _make_byte_weight(source, name, prefix, data)
     stated = data.get("target_dtype")
     bits = _BITS.get(str(stated.get("_data") if isinstance(stated, Mapping) else stated))
     if bits is None:
@@ -111,17 +117,17 @@ def _read_narrow(weight: Weight, bits: int) -> Any:
     return q.replace(packed=packed, packing=packing, qtype=f"int{bits}")
 
 
-def _block_size(data: Mapping[str, Any]) -> list[int] | None:
+def _read_block_size(data: Mapping[str, Any]) -> list[int] | None:
     block = data.get("block_size")
     are_sizes = isinstance(block, list) and all(type(n) is int and n > 0 for n in block)
     return block if block and are_sizes else None
 
 
 _KINDS: dict[Any, Callable[..., Weight]] = {
-    "Int4Tensor": _int4,
-    "Int8Tensor": _bytes,
-    "Float8Tensor": _bytes,
-    "IntxUnpackedToInt8Tensor": _narrow,
+    "Int4Tensor": _make_int4_weight,
+    "Int8Tensor": _make_byte_weight,
+    "Float8Tensor": _make_byte_weight,
+    "IntxUnpackedToInt8Tensor": _make_narrow_weight,
 }
 
 

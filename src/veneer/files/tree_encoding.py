@@ -49,7 +49,7 @@ def _encode(node: Any, path: Path, leaves: dict[str, Any]) -> Node:
     if node is None:
         return {"none": True}
     if type(node) is QArray and _has_all_leaves(node):
-        return _tensor(node, path, leaves)
+        return _encode_tensor(node, path, leaves)
     inside = flatten_one_level(node, path)
     if inside is None:
         return _encode_leaf(node, path, leaves)
@@ -105,14 +105,14 @@ def _encode_leaf(leaf: Any, path: Path, leaves: dict[str, Any]) -> Node:
         return {"value": leaf}
     if is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         _check_not_traced(leaf, path)
-        data = _tensor(jax.random.key_data(leaf), path, leaves)
+        data = _encode_tensor(jax.random.key_data(leaf), path, leaves)
         return {"keys": str(jax.random.key_impl(leaf)), "data": data["tensor"]}
     if is_opaque_leaf(leaf):
         return {"opaque": describe_opaque(leaf)}
-    return _tensor(leaf, path, leaves)
+    return _encode_tensor(leaf, path, leaves)
 
 
-def _tensor(leaf: Any, path: Path, leaves: dict[str, Any]) -> Node:
+def _encode_tensor(leaf: Any, path: Path, leaves: dict[str, Any]) -> Node:
     _check_leaf(leaf, path)
     name = ".".join(map(str, path)) or "array"
     while name in leaves:  # {"a.b": x, "a": {"b": y}}

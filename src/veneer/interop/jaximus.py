@@ -509,7 +509,7 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
     target = find_primitive(primitive) if isinstance(primitive, str) else primitive
 
     def add(rule: _F) -> _F:
-        parameters = _with_annotations(rule)
+        parameters = _evaluate_annotations(rule)
         first = parameters[0] if parameters and parameters[0].kind in _POSITIONAL else None
         kind = None if first is None else first.annotation
         takes_primitive = isinstance(kind, type) and issubclass(kind, Primitive)
@@ -517,11 +517,15 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
         # eformer passes the primitive if a rule has one parameter more than there are operands.
         may_take_primitive = first is not None and first.annotation in (first.empty, Any)
         if rest and may_take_primitive and all(p.kind in _POSITIONAL for p in rest):
-            _add(target, precedence, rule, functools.partial(rule, target), parameters[1:])
+            _register_rule(
+                target, precedence, rule, functools.partial(rule, target), parameters[1:]
+            )
         if takes_primitive:
-            _add(target, precedence, rule, functools.partial(rule, target), parameters[1:])
+            _register_rule(
+                target, precedence, rule, functools.partial(rule, target), parameters[1:]
+            )
         else:
-            _add(target, precedence, rule, rule, parameters)
+            _register_rule(target, precedence, rule, rule, parameters)
         return rule
 
     return add
@@ -531,7 +535,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _KEYWORDS = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 
-def _add(
+def _register_rule(
     target: Any,
     precedence: int,
     rule: Callable,
@@ -552,7 +556,7 @@ def _add(
     def call(*operands: Any, **params: Any) -> Any:
         return function(*operands, **params)
 
-    operands = map(_without_any, parameters)
+    operands = map(_replace_any, parameters)
     call.__signature__ = inspect.Signature(list(operands))  # type: ignore[attr-defined]
     try:
         operand_types(call)
@@ -565,7 +569,7 @@ def _add(
     rules.register(target, precedence=precedence)(call)
 
 
-def _with_annotations(rule: Callable) -> list[inspect.Parameter]:
+def _evaluate_annotations(rule: Callable) -> list[inspect.Parameter]:
     """Return the parameters of a rule. String annotations of operands are evaluated."""
     names: dict[str, Any] | None = None
     parameters = []
@@ -577,7 +581,7 @@ def _with_annotations(rule: Callable) -> list[inspect.Parameter]:
     return parameters
 
 
-def _without_any(parameter: inspect.Parameter) -> inspect.Parameter:
+def _replace_any(parameter: inspect.Parameter) -> inspect.Parameter:
     """Replace the annotations `Any`, `OrginArray` or none by the array types that eformer knows.
 
     Rules written for eformer cannot compute with other types, such as `vn.quant.QArray`. These

@@ -109,8 +109,8 @@ def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
     >>> vn.implicit(f)(jnp.zeros((2, 4)), q).shape
     (2, 4)
     """
-    graph, inputs = _outputs_and_inputs(graph, inputs)
-    fgraph = _own_graph(graph, inputs)
+    graph, inputs = _sort_outputs_and_inputs(graph, inputs)
+    fgraph = _copy_graph(graph, inputs)
     types = [variable.type for variable in fgraph.inputs]
     names = [str(variable) for variable in fgraph.inputs]
     rewrite_for_jax(fgraph)
@@ -144,7 +144,7 @@ def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
     return of_graph
 
 
-def _outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
+def _sort_outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
     """Return the outputs and the inputs of a graph, given in this or the reverse order."""
     if isinstance(graph, FunctionGraph) or inputs is None:
         return graph, inputs
@@ -261,10 +261,10 @@ def compare_jax_and_py(
     >>> fgraph = FunctionGraph([x], [pt.cumsum(x, axis=0)])
     >>> _, results = compare_jax_and_py(fgraph, [np.ones((3, 1), np.float32)])
     """
-    graph, values = _graph_and_values(fgraph, inputs, test_inputs)
+    graph, values = _sort_graph_and_values(fgraph, inputs, test_inputs)
     in_jax = jax.jit(to_jax(graph))
     results = list(in_jax(*(BCOO.from_scipy_sparse(x) if issparse(x) else x for x in values)))
-    _assert_as_performed(graph, values, results, jax.dtypes.canonicalize_dtype, assert_fn)
+    _check_against_perform(graph, values, results, jax.dtypes.canonicalize_dtype, assert_fn)
     return in_jax, results
 
 
@@ -290,11 +290,11 @@ def compare_numba_and_py(
     >>> fgraph = FunctionGraph([x], [pt.cumsum(x, axis=0)])
     >>> _, results = compare_numba_and_py(fgraph, [np.ones((3, 1), np.float32)])
     """
-    graph, values = _graph_and_values(fgraph, inputs, test_inputs)
+    graph, values = _sort_graph_and_values(fgraph, inputs, test_inputs)
     own = graph.clone()
     compiled = compile_graph(own.inputs, own.outputs, mode="NUMBA")
     results = list(compiled(*values))
-    _assert_as_performed(graph, values, results, np.dtype, assert_fn)
+    _check_against_perform(graph, values, results, np.dtype, assert_fn)
     return compiled, results
 
 
@@ -340,7 +340,7 @@ def _flatten_matrix(x: Any) -> tuple[Any, Any]:
     return (x.data, x.indices), x.shape
 
 
-def _graph_and_values(
+def _sort_graph_and_values(
     fgraph: Any, inputs: Any, test_inputs: Sequence[Any] | None
 ) -> tuple[Any, Sequence[Any]]:
     if isinstance(fgraph, FunctionGraph):
@@ -350,10 +350,10 @@ def _graph_and_values(
     if test_inputs is None:
         raise TypeError("without a FunctionGraph, give the inputs, the outputs and the values")
     outputs = [inputs] if isinstance(inputs, Variable) else inputs
-    return _own_graph(outputs, fgraph), test_inputs
+    return _copy_graph(outputs, fgraph), test_inputs
 
 
-def _assert_as_performed(
+def _check_against_perform(
     graph: Any,
     values: Sequence[Any],
     results: Sequence[Any],
@@ -372,7 +372,7 @@ def _assert_as_performed(
         assert_fn(result, expected)
 
 
-def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
+def _copy_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
     """Return a copy of a graph as a `FunctionGraph`. Shared variables become constants."""
     if isinstance(graph, FunctionGraph):
         if inputs is not None:

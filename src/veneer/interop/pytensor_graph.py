@@ -88,12 +88,12 @@ def _implement_typed_graph(fgraph: Any, node: Any = None, **kwargs: Any) -> Call
     return fgraph_to_python(
         fgraph,
         implement_op,
-        type_conversion_fn=_constant,
+        type_conversion_fn=_convert_constant,
         **{"fgraph_name": "to_jax", **kwargs},
     )
 
 
-def _constant(data: Any, variable: Any = None, **kwargs: Any) -> Any:
+def _convert_constant(data: Any, variable: Any = None, **kwargs: Any) -> Any:
     """Convert a constant to JAX. Small ones stay in NumPy, because they may determine a shape."""
     if isinstance(data, np.ndarray):
         is_small = data.ndim == 0 or (data.ndim == 1 and data.size <= _MAX_KNOWN)
@@ -140,8 +140,8 @@ def implement_op(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
     ours = next((IMPLEMENTATIONS[cls] for cls in type(op).__mro__ if cls in IMPLEMENTATIONS), None)
     implementation = ours and ours(op, node, core=functools.partial(implement_op, **kwargs))
     if implementation is None:
-        implementation = jax_funcify(_with_typed_graphs(op), node=node, **kwargs)
-    first, input_dtype = _common_dtype(op, node)
+        implementation = jax_funcify(_type_inner_graphs(op), node=node, **kwargs)
+    first, input_dtype = _find_common_dtype(op, node)
     # Operands that are sizes may be slices or shapes. They are not cast.
     static = range(len(node.inputs))[SIZE_OPERANDS.get(type(op), slice(0))]
     computes_shapes = isinstance(op, _SHAPE_OPS)
@@ -159,20 +159,20 @@ def implement_op(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
                 operands[i] = _cast(operands[i], input_dtype)
         results = implementation(*operands)
         if len(node.outputs) == 1:
-            return _typed_result(results, node.outputs[0])
-        return tuple(_typed_result(*pair) for pair in zip(results, node.outputs, strict=True))
+            return _cast_result(results, node.outputs[0])
+        return tuple(_cast_result(*pair) for pair in zip(results, node.outputs, strict=True))
 
     return typed
 
 
-def _typed_result(x: Any, variable: Any) -> Any:
+def _cast_result(x: Any, variable: Any) -> Any:
     """Cast a result to the declared dtype. A small NumPy array, such as a shape, stays in NumPy."""
     if isinstance(x, np.ndarray | np.generic) and x.size <= _MAX_KNOWN:
         return x.astype(variable.type.dtype)
     return _cast(x, dtype_of(variable))
 
 
-def _with_typed_graphs(op: Any) -> Any:
+def _type_inner_graphs(op: Any) -> Any:
     """Copy an `Op` so that the graphs inside it give results of the declared dtypes."""
     if isinstance(op, HasInnerGraph):
         graph: Any = op.fgraph
@@ -182,13 +182,13 @@ def _with_typed_graphs(op: Any) -> Any:
         op.fgraph = _TypedGraph(graph.inputs, graph.outputs, clone=False)
     for name in ("scalar_op", "core_op"):
         inner = getattr(op, name, None)
-        if inner is not None and (typed := _with_typed_graphs(inner)) is not inner:
+        if inner is not None and (typed := _type_inner_graphs(inner)) is not inner:
             op = copy.copy(op)
             setattr(op, name, typed)
     return op
 
 
-def _common_dtype(op: Any, node: Any) -> tuple[int, Any]:
+def _find_common_dtype(op: Any, node: Any) -> tuple[int, Any]:
     """Return the index of the first operand to cast, and the dtype to cast to.
 
     NumPy casts operands to a common dtype before it computes. The dtype is None if JAX does the
@@ -290,7 +290,7 @@ def name_deciding_inputs(fgraph: Any) -> Iterator[None]:
         yield
     except (AttributeError, IndexError, NotImplementedError, TypeError) as error:
         # JAX rejects `x[:n]` for a traced n by an IndexError.
-        sizes = _slice_bounds(fgraph) if isinstance(error, IndexError) else _sizes(fgraph)
+        sizes = _find_slice_bounds(fgraph) if isinstance(error, IndexError) else _find_sizes(fgraph)
         if not (deciding := _find_deciding_inputs(fgraph, sizes)):
             raise
         names = " and ".join(f"{variable} ({variable.type})" for variable in deciding)
@@ -300,7 +300,7 @@ def name_deciding_inputs(fgraph: Any) -> Iterator[None]:
         ) from error
 
 
-def _sizes(fgraph: Any) -> list[Any]:
+def _find_sizes(fgraph: Any) -> list[Any]:
     """Return the variables of a graph that are sizes of results."""
     return [
         size
@@ -311,7 +311,7 @@ def _sizes(fgraph: Any) -> list[Any]:
     ]
 
 
-def _slice_bounds(fgraph: Any) -> list[Any]:
+def _find_slice_bounds(fgraph: Any) -> list[Any]:
     """Return the variables of a graph that are starts, stops or steps of slices."""
     indices = [
         index

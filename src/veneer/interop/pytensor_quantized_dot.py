@@ -30,7 +30,7 @@ class _CodeTable(NamedTuple):
     bits: int
 
 
-def _code_table(qtype: str) -> _CodeTable:
+def _make_code_table(qtype: str) -> _CodeTable:
     format = get_format(qtype)
     if format.bits not in (1, 2, 4, 8) or format.storage_dtype.name not in ("int8", "uint8"):
         raise TypeError(
@@ -79,7 +79,7 @@ class QuantizedDot(Op):
 
     def __init__(self, qtype: str, size: int | None = None, zero_point: bool = False):
         self.qtype, self.size, self.zero_point = qtype, size, zero_point
-        self._codes = _code_table(qtype)
+        self._codes = _make_code_table(qtype)
         if size is not None and self._codes.bits == 8:
             raise TypeError(f"codes of {qtype} are not packed: size must be None")
 
@@ -124,22 +124,22 @@ class QuantizedDot(Op):
                 )
             fields = (fields[..., None] >> shifts).reshape(len(packed), -1)[:, : self.size]
         fields = fields & np.uint8(2**bits - 1)
-        _check(x.shape, fields.shape, scale.shape, *(z.shape for z in zero_point))
+        _check_shapes(x.shape, fields.shape, scale.shape, *(z.shape for z in zero_point))
         w = values[fields].astype(scale.dtype)
         for z in zero_point:
-            w = w - _repeated(z.astype(scale.dtype), w.shape)
-        w = w * _repeated(scale, w.shape)
+            w = w - _repeat_tiles(z.astype(scale.dtype), w.shape)
+        w = w * _repeat_tiles(scale, w.shape)
         dtype = node.outputs[0].dtype
         output_storage[0][0] = x.astype(dtype) @ w.astype(dtype)
 
 
-def _repeated(tiles: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _repeat_tiles(tiles: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     for axis in (0, 1):
         tiles = tiles.repeat(shape[axis] // max(tiles.shape[axis], 1), axis)
     return tiles
 
 
-def _check(x: Any, codes: Any, *tiled: Any) -> None:
+def _check_shapes(x: Any, codes: Any, *tiled: Any) -> None:
     if x[1] != codes[0] or not all(can_tile(shape, codes) for shape in tiled):
         raise ValueError(
             f"QuantizedDot of x {x} and codes {codes} with scale (and zero point) {tiled}: x must "

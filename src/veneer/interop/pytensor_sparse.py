@@ -85,7 +85,7 @@ def _csm_properties(op: Any, node: Any, x: BCOO) -> Any:
     return data, minor, indptr, np.asarray(x.shape, np.int32)
 
 
-def _rows_of(indptr: Any, count: int) -> Any:
+def _find_rows(indptr: Any, count: int) -> Any:
     """Return the compressed index of each stored entry: its row in CSR, its column in CSC."""
     rows = jnp.searchsorted(jnp.asarray(indptr), jnp.arange(count), side="right") - 1
     return rows.astype(jnp.int32)
@@ -94,7 +94,7 @@ def _rows_of(indptr: Any, count: int) -> Any:
 def _csm(op: Any, node: Any, data: Any, indices: Any, indptr: Any, shape: Any) -> BCOO:
     if not isinstance(shape, np.ndarray | tuple):
         raise TypeError("the shape of a sparse matrix must be static, but it is traced")
-    major, minor = _rows_of(indptr, len(data)), jnp.asarray(indices).astype(jnp.int32)
+    major, minor = _find_rows(indptr, len(data)), jnp.asarray(indices).astype(jnp.int32)
     rows, columns = (major, minor) if op.format == "csr" else (minor, major)
     return _matrix(jnp.asarray(data), rows, columns, shape)
 
@@ -114,13 +114,13 @@ def _csm_grad(
     is_csr = len(indptr) - 1 == shape[0]
     sizes = (len(indptr) - 1, int(shape[1 if is_csr else 0]))
     dense = jnp.zeros(sizes, jnp.asarray(g).dtype)
-    dense = dense.at[_rows_of(g_ptr, len(g)), jnp.asarray(g_at)].add(g, mode="drop")
-    return dense[_rows_of(indptr, len(data)), jnp.asarray(indices)]
+    dense = dense.at[_find_rows(g_ptr, len(g)), jnp.asarray(g_at)].add(g, mode="drop")
+    return dense[_find_rows(indptr, len(data)), jnp.asarray(indices)]
 
 
 def _structured_dot_grad(op: Any, node: Any, indices: Any, indptr: Any, b: Any, g: Any) -> Any:
     is_csr = "CSR" in type(op).__name__
-    major, minor = _rows_of(indptr, len(indices)), jnp.asarray(indices)
+    major, minor = _find_rows(indptr, len(indices)), jnp.asarray(indices)
     rows, columns = (major, minor) if is_csr else (minor, major)
     return (_dense(g)[rows] * _dense(b)[columns]).sum(1)
 
@@ -149,7 +149,7 @@ def _get_item_scalar(op: Any, node: Any, x: BCOO, *at: Any) -> Any:
     return jnp.sum(data, where=(indices[0] == place[0]) & (indices[1] == place[1]))
 
 
-def _last_write(values: Any, zeros: Any, *index: Any) -> Any:
+def _set_in_order(values: Any, zeros: Any, *index: Any) -> Any:
     """Set entries of zeros in order. If an index occurs several times, its last value is kept."""
     order = jnp.full(zeros.shape[: len(index)], -1).at[index].max(jnp.arange(len(values)))
     is_set = (order >= 0).reshape(*order.shape, *(1,) * (zeros.ndim - order.ndim))
@@ -157,12 +157,12 @@ def _last_write(values: Any, zeros: Any, *index: Any) -> Any:
 
 
 def _get_item_list_grad(op: Any, node: Any, x: BCOO, index: Any, g: BCOO) -> BCOO:
-    return _from_dense(_last_write(_dense(g), jnp.zeros(x.shape, g.dtype), jnp.asarray(index)))
+    return _from_dense(_set_in_order(_dense(g), jnp.zeros(x.shape, g.dtype), jnp.asarray(index)))
 
 
 def _get_item_2lists_grad(op: Any, node: Any, x: BCOO, rows: Any, columns: Any, g: Any) -> BCOO:
     zeros = jnp.zeros(x.shape, jnp.asarray(g).dtype)
-    return _from_dense(_last_write(g, zeros, jnp.asarray(rows), jnp.asarray(columns)))
+    return _from_dense(_set_in_order(g, zeros, jnp.asarray(rows), jnp.asarray(columns)))
 
 
 def _construct_from_list(op: Any, node: Any, shape: Any, values: Any, rows: Any) -> BCOO:

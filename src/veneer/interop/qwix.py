@@ -154,7 +154,7 @@ def dot_general(
     >>> qwix.dot_general(jnp.ones((2, 3)), w, (([1], [0]), ([], []))).shape
     (2, 3)
     """
-    dtype = _element_type(preferred_element_type, lhs, rhs)
+    dtype = _find_element_type(preferred_element_type, lhs, rhs)
     return quant.dot_general(lhs, rhs, dimension_numbers, precision, dtype, **kwargs)
 
 
@@ -227,12 +227,12 @@ def einsum(
     (2, 4, 3)
     """
     operands = [x for x in args if hasattr(x, "dtype")]
-    dtype = _element_type(preferred_element_type, *operands)
+    dtype = _find_element_type(preferred_element_type, *operands)
     if _qwix_dot_general is not dot_general:
         dtype = jnp.result_type(*(x.dtype for x in operands)) if dtype is None else dtype
         return _contract(args, _qwix_dot_general, preferred_element_type=dtype, **kwargs)
     if len({x.dtype for x in operands}) > 1:  # JAX does not promote floats of one byte
-        args = tuple(_widened(x) for x in args)
+        args = tuple(_widen_floats(x) for x in args)
     return quant.einsum(*args, preferred_element_type=dtype, **kwargs)
 
 
@@ -320,7 +320,7 @@ def _with_qwix_dtypes(product: Callable[P, jax.Array]) -> Callable[P, jax.Array]
     def typed(*args: P.args, **kwargs: P.kwargs) -> jax.Array:
         arguments = signature.bind(*args, **kwargs).arguments
         preferred = arguments.get("preferred_element_type")
-        dtype = _element_type(preferred, arguments["lhs"], arguments["rhs"])
+        dtype = _find_element_type(preferred, arguments["lhs"], arguments["rhs"])
         return product(**arguments | {"preferred_element_type": dtype})  # type: ignore[call-arg]
 
     return typed
@@ -331,7 +331,7 @@ ragged_dot = _with_qwix_dtypes(quant.ragged_dot)
 ragged_dot_general = _with_qwix_dtypes(quant.ragged_dot_general)
 
 
-def _wide_type(dtype: DTypeLike) -> DTypeLike:
+def _widen_type(dtype: DTypeLike) -> DTypeLike:
     """Return the dtype that Qwix promotes to: int32 or bfloat16 for a dtype of one byte."""
     if jnp.dtype(dtype).itemsize > 1:
         return dtype
@@ -340,14 +340,14 @@ def _wide_type(dtype: DTypeLike) -> DTypeLike:
     return jnp.bfloat16 if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def _element_type(preferred: DTypeLike | None, *operands: Any) -> DTypeLike | None:
+def _find_element_type(preferred: DTypeLike | None, *operands: Any) -> DTypeLike | None:
     """Return the dtype of a product, or None if JAX's own choice agrees with Qwix."""
     dtypes = [x.dtype for x in operands if hasattr(x, "dtype")]
-    wide = [_wide_type(dtype) for dtype in dtypes]
+    wide = [_widen_type(dtype) for dtype in dtypes]
     return preferred if preferred is not None or wide == dtypes else jnp.result_type(*wide)
 
 
-def _widened(x: Any) -> Any:
+def _widen_floats(x: Any) -> Any:
     """Return bfloat16 for an array of 1-byte floats, and anything else unchanged."""
     is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(jnp.bfloat16) if is_float and x.dtype.itemsize == 1 else x

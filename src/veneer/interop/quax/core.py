@@ -187,7 +187,7 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
     """
 
     def add(rule: _F) -> _F:
-        declining = _declining(rule)
+        declining = _restrict_to_annotations(rule)
         conditional = declining is not None
         add_rule(declining or rule, [primitive], precedence, conditional=conditional)
         return rule
@@ -207,7 +207,7 @@ def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
     return rule
 
 
-def _declining(rule: Callable) -> Callable | None:
+def _restrict_to_annotations(rule: Callable) -> Callable | None:
     """Return a rule that returns `NotImplemented` if the dtypes or shapes of operands do not fit.
 
     Return None if no annotation of the rule states a dtype or shape.
@@ -226,7 +226,7 @@ def _declining(rule: Callable) -> Callable | None:
     def declining(*values: Any, **params: Any) -> Any:
         annotations = itertools.chain(operands, itertools.cycle(more))
         pairs = zip(values, annotations, strict=False)
-        if all(not _has_condition(a) or isinstance(x, _members(a)) for x, a in pairs):
+        if all(not _has_condition(a) or isinstance(x, _union_members(a)) for x, a in pairs):
             return rule(*values, **params)
         return NotImplemented
 
@@ -234,22 +234,22 @@ def _declining(rule: Callable) -> Callable | None:
     return declining
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def _union_members(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) or (annotation,)
 
 
 def _has_condition(annotation: Any) -> bool:
-    return any(hasattr(member, "array_type") for member in _members(annotation))
+    return any(hasattr(member, "array_type") for member in _union_members(annotation))
 
 
-def _inlined(*values: Value | ArrayLike, jaxpr: Any, inline: Any, **params: Any) -> Any:
+def _inline_jit(*values: Value | ArrayLike, jaxpr: Any, inline: Any, **params: Any) -> Any:
     # Quax inlines functions of jax.numpy, so that a rule sees concrete arguments: the unit of a
     # power depends on the exponent.
     del params
     return redispatch(jaxpr_as_fun(jaxpr), *values) if inlines_early(inline) else NotImplemented
 
 
-add_rule(_inlined, [find_primitive("jit")], structural=True)
+add_rule(_inline_jit, [find_primitive("jit")], structural=True)
 
 
 class RefusesToMaterialise(ImplicitArray, abstract=True):
