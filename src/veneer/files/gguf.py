@@ -320,7 +320,7 @@ def write_gguf(
 def _prepare_tensors(
     tensors: Mapping[str, Any], metadata: Mapping[str, Any], names: str | None
 ) -> Iterator[tuple[str, "Encoded | np.ndarray", np.ndarray | None]]:
-    """Yield each tensor as it is written, after its GGUF name and before the order of its rows.
+    """Yield the tensors to write, each with its GGUF name and the order of its rows.
 
     An order of None means the order of `tensors`.
     """

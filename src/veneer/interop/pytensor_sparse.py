@@ -328,7 +328,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "CSMGrad": _csm_grad,
     "StructuredDotGradCSC": _structured_dot_grad,
     "StructuredDotGradCSR": _structured_dot_grad,
-    "Cast": lambda op, node, x: x,  # `_typed_result` casts every result
+    "Cast": lambda op, node, x: x,  # every result is cast
     "DenseFromSparse": lambda op, node, x: _dense(x),
     "SparseFromDense": lambda op, node, x: _from_dense(jnp.asarray(x)),
     "GetItemList": lambda op, node, x, i: _from_dense(_dense(x)[jnp.asarray(i)]),
