@@ -15,13 +15,11 @@ from ..quant import QArray
 from ..quant.models.checkpoint import describe_format, error_norms, relative_error
 from ..types.basis import Permuted
 from .families import WRITERS, FamilyWeights, read_family, write_folder
-from .folder import TensorFolder, no_checksums
+from .folder import Checkpoint, TensorFolder, no_checksums
 
 
-class QuantizedFolder:
+class QuantizedFolder(Checkpoint):
     """The tensors of a folder that another library quantized.
-
-    It has the methods of a `TensorFolder`.
 
     `read` returns each quantized weight as one packed array of the dense shape, of NumPy arrays.
     Other tensors are returned as stored.
@@ -38,23 +36,12 @@ class QuantizedFolder:
         self._folder = folder
         self._weights = weights.weights
         parts = {part for weight in self._weights.values() for part in weight.parts}
-        self._names = [name for name in folder if name not in parts]
-        self._names += self._weights
+        names = [*(name for name in folder if name not in parts), *self._weights]
+        self._names = dict.fromkeys(sorted(names))
 
-    def __enter__(self) -> "QuantizedFolder":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._folder.__exit__(*exception)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._names))
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights or name in self._names
+    def close(self) -> None:
+        """Close the files."""
+        self._folder.close()
 
     def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return a dict from the names of dense tensors to their shapes and dtypes."""
@@ -80,7 +67,7 @@ class QuantizedFolder:
 class LazyTensors(Mapping[str, Any]):
     """A mapping from names to tensors of an open checkpoint. Each lookup reads the tensor."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Checkpoint):
         self.source = source
 
     def __getitem__(self, name: str) -> Any:
@@ -110,7 +97,7 @@ def open_checkpoint(
     - `verify`: whether to compare tensors with the checksums in `veneer.json`.
     - `names`: "huggingface" to name the tensors of a GGUF file as Hugging Face does, else None.
 
-    **Returns:** a `TensorFolder`, a `QuantizedFolder` or a `GgufFile`.
+    **Returns:** a `Checkpoint`: a `TensorFolder`, a `QuantizedFolder` or a `GgufFile`.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint. `ValueError`, in one line, if a file
     is damaged or has packed codes of an unknown format.
@@ -129,7 +116,7 @@ def open_checkpoint(
             return folder
         weights = read_family(folder)
     except BaseException:
-        folder.__exit__()
+        folder.close()
         raise
     return folder if weights is None else QuantizedFolder(folder, weights)
 
@@ -173,7 +160,9 @@ class TensorReport(NamedTuple):
     relative_error: float | None
 
 
-def inspect(source: Any, names: Sequence[str], against: Any = None) -> Iterator[TensorReport]:
+def inspect(
+    source: Checkpoint, names: Sequence[str], against: Checkpoint | None = None
+) -> Iterator[TensorReport]:
     """Return an iterator over `TensorReport`s. It reads one tensor at a time.
 
     **Arguments:**
@@ -192,7 +181,7 @@ def inspect(source: Any, names: Sequence[str], against: Any = None) -> Iterator[
     return (_report_tensor(name, source, against) for name in names)
 
 
-def _report_tensor(name: str, source: Any, against: Any) -> TensorReport:
+def _report_tensor(name: str, source: Checkpoint, against: Checkpoint | None) -> TensorReport:
     value = source.read(name)
     is_permuted = isinstance(value, Permuted)
     stored = value.array if is_permuted else value

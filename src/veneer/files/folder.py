@@ -1,12 +1,13 @@
 """Read the named tensors of a safetensors file or folder one at a time, and write such a folder."""
 
+import abc
 import contextlib
 import json
 import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,49 @@ from .tensor_file import SHARD_BYTES, WRITTEN_WITH, ShardWriter, TensorFile
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-class TensorFolder:
+class Checkpoint(abc.ABC):
+    """An open checkpoint: tensors that are read by name, one at a time.
+
+    Use it as a context manager. Iterating over it yields the names. Its subclasses read safetensors
+    folders, folders that other libraries quantized, and GGUF files.
+    """
+
+    path: Path
+    family: str | None = None  # the format of another library
+    _names: Collection[str] = ()
+
+    @abc.abstractmethod
+    def read(self, name: str) -> Any:
+        """Read one tensor: a NumPy array if it is stored dense, else an implicit array."""
+
+    @abc.abstractmethod
+    def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return a dict from the names of dense tensors to their shapes and dtypes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+class TensorFolder(Checkpoint):
     """The named tensors of a safetensors file, a Hugging Face folder, or a folder of `vn.save`.
 
-    Opening reads only the headers. `read` reads one tensor. Use it as a context manager.
+    Opening reads only the headers. `read` reads one tensor.
 
     **Arguments:**
 
@@ -43,6 +83,7 @@ class TensorFolder:
         self.manifest: manifest.Manifest
         try:
             self._open()
+            self._names = self.manifest.entries
         except BaseException:
             self._handles.close()
             raise
@@ -86,20 +127,9 @@ class TensorFolder:
             k: text for file in set(self._file_of.values()) for k, text in file.metadata.items()
         }
 
-    def __enter__(self) -> "TensorFolder":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._handles.close()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.manifest.entries)
-
-    def __len__(self) -> int:
-        return len(self.manifest.entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.manifest.entries
 
     def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return a dict from the names of dense tensors to their shapes and dtypes."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ..quant import QArray
+from .folder import Checkpoint
 from .gguf_blocks import BLOCK_TYPES, DENSE_TYPES
 from .gguf_header import (
     MAGIC,
@@ -45,11 +46,10 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class GgufFile:
+class GgufFile(Checkpoint):
     """The tensors of a GGUF file, which may be split into parts `-00001-of-0000N.gguf`.
 
-    Opening maps the files into memory and reads their metadata. `read` reads one tensor. Use it as
-    a context manager.
+    Opening maps the files into memory and reads their metadata. `read` reads one tensor.
 
     **Arguments:**
 
@@ -80,6 +80,8 @@ class GgufFile:
     ('mine', {'w': 'Q8_0'}, (1, 32))
     """
 
+    family = "gguf"
+
     def __init__(self, path: str | os.PathLike[str], *, names: str | None = None):
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
@@ -95,6 +97,7 @@ class GgufFile:
             self._origins = _name_file(self.path, names_of, self.metadata, shapes)
         elif names is not None:
             raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
+        self._names = self._origins
 
     def _open(self) -> None:
         self.metadata = self._add(self.path)
@@ -139,23 +142,10 @@ class GgufFile:
                 factors[name] = factors_name
         return factors
 
-    family = "gguf"
-
-    def __enter__(self) -> "GgufFile":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # `read` copies, so nothing else refers to the mapped files.
+    def close(self) -> None:
+        """Release the mapped files."""
+        # `read` copies, so nothing else refers to them.
         self._entries = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._origins)
-
-    def __len__(self) -> int:
-        return len(self._origins)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._origins
 
     @property
     def config(self) -> dict[str, Any]:
