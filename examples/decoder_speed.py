@@ -5,7 +5,7 @@ veneer. Its weights are random, because speed and memory do not depend on their 
 reads all weights from memory once, so fewer bytes are faster.
 
     python examples/decoder_speed.py                    # two minutes on two cores; 5 GB of memory
-    python examples/decoder_speed.py --quick            # small sizes; some seconds
+    python examples/decoder_speed.py --quick            # small sizes, to see that it runs
     python examples/decoder_speed.py --only f32 int4    # only these formats
 """
 

@@ -9,7 +9,7 @@ The program runs in two ways: by `jax.jit` with shardings, where a constraint ga
 by `jax.shard_map`, where `lax.all_gather` does.
 
     python examples/fsdp.py              # many minutes on two cores
-    python examples/fsdp.py --quick      # small sizes; about a minute
+    python examples/fsdp.py --quick      # small sizes, to see that it runs
 """
 
 import argparse

@@ -5,7 +5,7 @@ reference by topic (`pydoc_data.topics`, the text behind `help("lambda")`). The 
 `sentence_encoder.py` with the weights of all-MiniLM-L6-v2. It does not use veneer.
 
     python examples/lora_finetune.py            # three minutes on two cores
-    python examples/lora_finetune.py --quick    # a few steps; under a minute
+    python examples/lora_finetune.py --quick    # a few steps, to see that it runs
 
 Prints the cost and the accuracy of each variant, and plots the losses.
 """

@@ -4,8 +4,8 @@ For users who train with quantized matmuls. The transformer classifies scikit-le
 it reads row by row. The network is `row_transformer.py`, which does not use veneer. Weights,
 activations and gradients each have a format. Gradients are rounded to nearest, or stochastically.
 
-    python examples/low_precision_training.py            # about a minute on two cores
-    python examples/low_precision_training.py --quick    # a few steps; some seconds
+    python examples/low_precision_training.py            # two minutes on two cores
+    python examples/low_precision_training.py --quick    # a few steps, to see that it runs
 
 Prints the accuracy on held-out digits for each variant, and plots the losses.
 """

@@ -1,6 +1,6 @@
 """A Metropolis sampler in Numba that calls a JAX log-density a million times.
 
-    python examples/metropolis.py [--steps 1000000] [--rounds 5]        # under a minute
+    python examples/metropolis.py [--steps 1000000] [--rounds 5]        # 15 seconds
 
 For users of Numba who want to call JAX functions. The model is a logistic regression with a normal
 prior. The chain starts at its mode, which is found by gradients of JAX. Each step calls a compiled

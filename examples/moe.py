@@ -7,7 +7,7 @@ functions are those of `veneer.models.llama`, which is plain JAX too. If the exp
 a step reads only the packed experts in use. In f32 that needs the loop `row_by_row`.
 
     python examples/moe.py              # 32 experts of half gpt-oss's width: 2 GB in f32; a minute
-    python examples/moe.py --quick      # small sizes; some seconds
+    python examples/moe.py --quick      # small sizes, to see that it runs
 """
 
 import argparse

@@ -7,8 +7,8 @@ moves them again. The adapters, their moments, the embedding and the head stay o
 On a CPU, both are the same memory, and a moved layer is copied. JAX and XLA treat it as on a GPU or
 TPU, where `pinned_host` is a different memory.
 
-    python examples/offload.py              # some minutes on two cores
-    python examples/offload.py --quick      # small sizes; about a minute
+    python examples/offload.py              # two minutes on two cores
+    python examples/offload.py --quick      # small sizes, to see that it runs
 """
 
 import argparse

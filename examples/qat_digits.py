@@ -6,7 +6,7 @@ are quantized after training, or trained further with quantization-aware trainin
 step, with a straight-through gradient.
 
     python examples/qat_digits.py            # about a minute on two cores
-    python examples/qat_digits.py --quick    # a few steps; some seconds
+    python examples/qat_digits.py --quick    # a few steps, to see that it runs
 
 Prints the accuracy and the bytes of each network, and plots them.
 """

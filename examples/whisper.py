@@ -4,7 +4,7 @@ An encoder reads sound, and a decoder writes text (Radford et al., 2022), greedi
 loop. The model is a folder of CTranslate2. The parameters keep its names, such as
 `encoder/layer_0/ffn/linear_0/weight`. Matrices are `[out, in]`. This file does not import veneer.
 
-    python examples/whisper.py MODEL_DIR SOUND.wav        # some seconds
+    python examples/whisper.py MODEL_DIR SOUND.wav
 """
 
 import argparse
