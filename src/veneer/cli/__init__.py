@@ -1,8 +1,8 @@
-"""The command line: `veneer quantize`, `inspect`, `convert`, `plan`, `demo` and `doctor`.
+"""The command line: the program `veneer` and its commands, such as `veneer quantize`.
 
     program     the program `veneer`: its commands, its help, its errors and its exit codes
     shared      what several commands use: options, errors, tables and JSON
-    quantize, inspect, convert, plan, demo, doctor      one command per module
+    quantize, inspect, convert, chat, compare, plan, demo, doctor      one command per module
 
 A module of a command has a function `run`, whose parameters are the options, and a `COMMAND` with
 the rest of the help. To add a command, write such a module and add a row to `program.COMMANDS`.
