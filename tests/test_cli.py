@@ -654,8 +654,9 @@ def test_demo_forwards_its_options(veneer, monkeypatch, tmp_path):
         calls.append(tuple(others))
         return {"bytes": 1}
 
+    monkeypatch.setattr(encoder_demo, "load", lambda path, console: path)
+    monkeypatch.setattr(language_model, "load_model", lambda path, console: path)
     for part in (encoder_demo, language_model):
-        monkeypatch.setattr(part, "load", lambda path, console: path)
         monkeypatch.setattr(part, "main", main)
     monkeypatch.setattr(language_model, "QUESTION", "?")
     options = ["--model", tmp_path, "--gguf", tmp_path / "g", "--output", tmp_path / "o"]
@@ -722,7 +723,7 @@ def test_the_help_of_quantize_has_the_formats_of_the_page(veneer, monkeypatch):
         vn.quant.get_format(name).name for name in (*MORE_FORMATS, *(r.name for r in FORMAT_COSTS))
     }
     assert named == vn.quant.FORMATS.keys() - {"int16"}  # int16 is for activations
-    assert "[required unless --rules is given]" in " ".join(stdout.split())
+    assert "[required unless --rules or --for is given]" in " ".join(stdout.split())
 
 
 @pytest.mark.parametrize("row", FORMAT_COSTS, ids=lambda row: f"{row.name}-{row.tile}")

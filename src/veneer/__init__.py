@@ -41,7 +41,7 @@ from ._core.surface.array import ImplicitArray
 from ._core.surface.implicit import implicit
 from ._core.tree import static
 from ._core.value import Value, materialise
-from ._report.report import Report, explain
+from ._report import Report, explain
 
 if TYPE_CHECKING:
     from . import distributed, hijax, lora, models, numba, quant, testing, tree, types

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from ._core.value import is_value, materialise_one
 from ._jax.tracing import vary_along, varying_axes
-from .quant.arrays.qarray import QUANTIZABLE, QArray
+from .quant.arrays import QUANTIZABLE, QArray
 from .quant.conversion.compute import quantize_with_params
 from .quant.conversion.quantize import quantize_params
 from .quant.formats import get_format

@@ -24,7 +24,7 @@ from ._core.surface import (
 )
 from ._core.value import Value
 from ._jax.frames import warn_user
-from .quant.arrays.qarray import QUANTIZABLE
+from .quant.arrays import QUANTIZABLE
 from .quant.models.arguments import (
     describe_value,
     flatten_with_paths,

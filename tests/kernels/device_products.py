@@ -6,7 +6,7 @@ import numpy as np
 from kernels.cpu.driver import columns_contracted, rows_contracted, stored
 
 from veneer.kernels import Codes, MatmulOperands, MatmulProblem
-from veneer.kernels.common.codes import BITS
+from veneer.kernels.common.problem import BITS
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from veneer.kernels import Codes, MatmulOperands, MatmulProblem, matmul
-from veneer.kernels.common.codes import row_bytes
+from veneer.kernels.common.problem import row_bytes
 
 INT4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
 INT8 = Codes(8, "int8")

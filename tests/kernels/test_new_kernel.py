@@ -14,8 +14,7 @@ import pytest
 import veneer as vn
 from veneer.kernels import select, use
 from veneer.kernels.common import table
-from veneer.kernels.common.codes import Codes
-from veneer.kernels.common.problem import MatmulShape
+from veneer.kernels.common.problem import Codes, MatmulShape
 from veneer.kernels.cpu import build
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"

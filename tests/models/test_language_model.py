@@ -11,9 +11,8 @@ from safetensors.numpy import save_file
 from support import optional
 
 import veneer as vn
-from veneer.models import LanguageModel, compare, llama, load
+from veneer.models import WEIGHTS, LanguageModel, compare, llama, load, quantized_cache
 from veneer.models.comparison import WINDOW, split_windows
-from veneer.models.language_model import WEIGHTS, quantized_cache
 
 pytestmark = optional.needs("demo")
 

@@ -11,7 +11,7 @@ import pytest
 from kernels.cpu.driver import fields_of_planes
 from numba import njit
 
-from veneer.kernels.common.codes import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
+from veneer.kernels.common.problem import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
 from veneer.kernels.cpu.decoding import build_decoder, load_table
 from veneer.native.functions import prevent_inlining
 from veneer.native.simd import ISA, ISAS, LANES, select_isa

@@ -9,7 +9,7 @@ from support.policies import only_by_rules
 
 import veneer as vn
 from veneer.quant import ActivationQuantized, QArray, dequantize, quantize, quantize_tree
-from veneer.quant.weights.product_weights import ProductWeight
+from veneer.quant.product_weights import ProductWeight
 from veneer.types import LoraArray
 
 # Formats of weights and of activations.

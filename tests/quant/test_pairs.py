@@ -9,7 +9,8 @@ import pytest
 
 import veneer as vn
 from veneer import kernels
-from veneer.quant.arrays import pairs, qarray
+from veneer.quant import arrays as qarray
+from veneer.quant.arrays import pairs
 from veneer.quant.ops import operands
 
 FORMATS = ("int4", "uint4", "nf4", "mxfp4", "nvfp4", "int2", "int1", "ternary", "int3", "int8")

@@ -7,8 +7,8 @@ import pytest
 
 import veneer as vn
 from veneer.quant import ActivationStatistics, load_statistics, save_statistics
-from veneer.quant.observation.recording import Recording
-from veneer.quant.observation.statistics import static_range
+from veneer.quant.recording import Recording
+from veneer.quant.statistics import static_range
 
 
 def batches(*shape, count=4, seed=0):

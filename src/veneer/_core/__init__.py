@@ -9,12 +9,11 @@ The modules here are the core. Each imports only modules above it, and `_jax`:
     leaf_axes         LeafAxis: how the axes of leaves correspond to dense axes
     value             Value, the base class of implicit arrays, and materialise
     sources           the weights that a value comes from, for reports
-    annotations       the annotations of a rule as classes of operands
     rules             register, and the selection of a rule by operand types
     dispatch          run a primitive by a rule, a default, or materialization
     nesting           nested calls of implicit, and values that programs build
-    trace             the trace, which wraps implicit values only
-    transform         redispatch: run a function with the rules in force
+    trace             the trace, which wraps implicit values only, and redispatch, which runs a
+                      function with the rules in force
 
 The packages, which import the core:
 

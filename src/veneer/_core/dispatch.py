@@ -12,10 +12,9 @@ import numpy as np
 
 from .._jax.primitives import Primitive
 from .._jax.tracing import is_eager
-from .annotations import Dense
 from .errors import endless_rule_error
 from .policy import ALLOW, current_policy, report_rule, set_variable
-from .rules import JittedFunction, Target, location_of, resolve
+from .rules import Dense, JittedFunction, Target, location_of, resolve
 from .sources import propagate_sources
 from .value import Value, aval_of, describe, describe_operands, is_value
 

@@ -18,8 +18,7 @@ Folders that other libraries quantized, with one module per family:
 
     families            the table of families: reads and writes folders
     stored_tensors      the stored tensors of a folder, as the families see them
-    affine              integers with scales and zero points, to a `QArray` and back
-    codes               packed codes: between the layouts of other libraries and a `QArray`
+    codes               codes, scales and zero points: between other libraries and a `QArray`
     gptq                GPTQ, with 2, 3, 4 and 8 bits
     awq                 AWQ
     compressed_tensors  compressed-tensors: integers and floats, in several layouts

@@ -12,8 +12,7 @@ import numpy as np
 
 from ..quant.formats.packing import packed_size
 from . import codes
-from .affine import EncodedWeight, UnsupportedByFormat, make_affine, most_common, split_affine
-from .codes import pack
+from .codes import EncodedWeight, UnsupportedByFormat, make_affine, most_common, pack, split_affine
 from .stored_tensors import FLOATS, StoredTensors, Weight, even_tiles
 
 # The outputs in a word, from the lowest bits up, and the place of each output.

@@ -26,17 +26,17 @@ import numpy as np
 from ..quant import QArray
 from ..types.basis import Permuted
 from . import codes
-from .affine import (
+from .block_floats import E8M0, FLOAT8, make_byte_weight, read_block_size
+from .codes import (
     EncodedWeight,
     UnsupportedByFormat,
     entries_per_row,
     make_affine,
     most_common,
+    pack,
     require_matrix,
     split_affine,
 )
-from .block_floats import E8M0, FLOAT8, make_byte_weight, read_block_size
-from .codes import pack
 from .stored_tensors import FLOATS, StoredTensors, Weight, even_tiles, make_qarray, sort_by_group
 
 _FLOATS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")

@@ -16,7 +16,7 @@ import numpy as np
 from .._core.value import Value
 from ..quant.formats import FORMATS
 from . import awq, bitsandbytes, block_floats, compressed_tensors, gptq, manifest, mlx, torchao
-from .affine import EncodedWeight, UnsupportedByFormat, most_common
+from .codes import EncodedWeight, UnsupportedByFormat, most_common
 from .folder import TensorFolder
 from .new_folder import write_aside, write_beside
 from .stored_tensors import StoredTensors, Weight, describe

@@ -23,14 +23,14 @@ from .._core.value import Value
 from ..quant.formats.packing import packed_size
 from ..types.basis import Permuted
 from . import codes
-from .affine import (
+from .codes import (
     EncodedWeight,
     UnsupportedByFormat,
     make_affine,
     most_common,
+    pack,
     split_affine,
 )
-from .codes import pack
 from .stored_tensors import FLOATS, StoredTensors, Weight, sort_by_group
 
 # The number of modules whose zero points are read to find the version of a symmetric folder.

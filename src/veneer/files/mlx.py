@@ -15,7 +15,7 @@ import numpy as np
 
 from ..quant import QArray
 from . import codes
-from .affine import (
+from .codes import (
     EncodedWeight,
     UnsupportedByFormat,
     entries_per_row,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .._core.value import Value, materialise
 from ..quant import Rule, get_format
 from ..quant.models.checkpoint import error_norms
-from .affine import UnsupportedByFormat
+from .codes import UnsupportedByFormat
 from .families import WRITERS
 from .gguf_tensors import encode
 

@@ -28,8 +28,8 @@ from jax import tree_util
 
 from .. import tree as _tree
 from .._core import rules
-from .._core.annotations import names_around, operand_types
 from .._core.policy import ALLOW, MaterialiseWarning, current_policy
+from .._core.rules import names_around, operand_types
 from .._core.surface.array import ImplicitArray as _CoreArray
 from .._core.surface.implicit import implicit as _implicit
 from .._core.surface.straight_through import StraightThrough

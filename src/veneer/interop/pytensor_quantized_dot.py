@@ -14,8 +14,8 @@ from pytensor.link.jax.dispatch import jax_funcify
 from pytensor.link.numba.dispatch import basic as numba_dispatch
 from pytensor.scalar import upcast
 
-from .._core.transform import redispatch
-from ..quant.arrays.qarray import QArray
+from .._core.trace import redispatch
+from ..quant.arrays import QArray
 from ..quant.formats import get_format
 from ..quant.formats.packing import Packing
 from ..quant.formats.tiles import can_tile

@@ -23,8 +23,8 @@ from opt_einsum.parser import parse_einsum_input
 
 from .. import quant
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
-from ..quant.arrays.qarray import QUANTIZABLE, QArray
+from .._core.trace import redispatch
+from ..quant.arrays import QUANTIZABLE, QArray
 
 __all__ = [
     "QArray",

@@ -14,11 +14,11 @@ Kernels know no array types. A stored matrix is codes in bytes, scales, and zero
     tpu             an experimental kernel for TPUs, which has never run on one
 """
 
-from .common.codes import BYTES as BYTES
-from .common.codes import FLOATS as FLOATS
-from .common.codes import PLANE_BITS as PLANE_BITS
-from .common.codes import SIX_BIT_FLOATS as SIX_BIT_FLOATS
-from .common.codes import Codes as Codes
+from .common.problem import BYTES as BYTES
+from .common.problem import FLOATS as FLOATS
+from .common.problem import PLANE_BITS as PLANE_BITS
+from .common.problem import SIX_BIT_FLOATS as SIX_BIT_FLOATS
+from .common.problem import Codes as Codes
 from .common.problem import MatmulOperands as MatmulOperands
 from .common.problem import MatmulProblem as MatmulProblem
 from .common.problem import ScaleCodes as ScaleCodes

@@ -17,8 +17,7 @@ from jax.interpreters import mlir
 
 from . import select
 from .common import calls
-from .common.codes import ZERO_POINTS
-from .common.problem import MatmulOperands, MatmulProblem, unflatten
+from .common.problem import ZERO_POINTS, MatmulOperands, MatmulProblem, unflatten
 from .common.table import KernelRow
 
 #: The most products in one call of a CPU kernel.

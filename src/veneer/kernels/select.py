@@ -16,8 +16,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 
-from .common.codes import Codes
-from .common.problem import MatmulOperands, MatmulProblem, MatmulShape
+from .common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .common.table import LEAST_ENTRIES, PLATFORMS, TABLE, KernelRow, is_large_enough
 from .cpu import build
 

@@ -20,8 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
-from .common.codes import Codes, row_bytes
-from .common.problem import MatmulOperands, MatmulProblem, MatmulShape
+from .common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape, row_bytes
 
 #: The sizes of a block, in entries. An axis that is shorter is a single block.
 _M, _N, _K = 256, 512, 512

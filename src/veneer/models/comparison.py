@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ import numpy as np
 
 from .._core.surface.implicit import implicit
 from . import llama
-from .language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from . import LanguageModel
 
 #: The models read windows of this many tokens. The second half of each window is scored, so that
 #: each scored token follows at least this half. llama.cpp's perplexity tool does the same.
@@ -41,7 +43,7 @@ class Comparison:
 
 
 def compare(
-    reference: LanguageModel, model: LanguageModel, text: str, *, windows: int | None = None
+    reference: "LanguageModel", model: "LanguageModel", text: str, *, windows: int | None = None
 ) -> Comparison:
     """Compare a model with a reference by their predictions on a text.
 

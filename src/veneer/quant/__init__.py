@@ -11,16 +11,19 @@ The modules and packages:
     conversion   quantize: from dense arrays to QArrays
     caches       QCache and BlockCache, quantized arrays that programs write into
     ops          the rules of QArrays for JAX's primitives
-    weights      ActivationQuantized, a weight that quantizes the other operand of its products
+    product_weights       ProductWeight, the base class of weights with rules for products
+    activation_quantized  a weight that quantizes the other operand of its products
     training     FakeQuantized and quantized products for training
-    observation  statistics of activations
+    statistics   ActivationStatistics, their files, and static scales
+    recording    a weight that records the activations that multiply it
     models       Rule, quantize_tree, observe and quantize_products: rules for a whole model
     ptq          calibrate, allocate_bits and tune: quantization with sample data
 
-Each package imports only from packages above it in this list.
+Each package or module imports only from those above it in this list.
 """
 
-from .arrays.qarray import QArray
+from .activation_quantized import ActivationQuantized
+from .arrays import QArray
 from .caches import BlockCache, QCache, zeros
 from .conversion.quantize import (
     calibration_range,
@@ -35,11 +38,11 @@ from .models.activation_products import quantize_products
 from .models.observe import observe
 from .models.quantize_tree import quantize_tree
 from .models.rules import Rule
-from .observation.statistics import ActivationStatistics, load_statistics, save_statistics
 from .ops import conv_general_dilated, dot, dot_general, einsum, ragged_dot, ragged_dot_general
 from .ptq.allocate_bits import BitAllocator, allocate_bits
 from .ptq.calibrate import Calibrator, calibrate
 from .ptq.tune import Tuner, tune
+from .statistics import ActivationStatistics, load_statistics, save_statistics
 from .training import (
     BackwardProduct,
     FakeQuantized,
@@ -49,7 +52,6 @@ from .training import (
     with_stochastic_rounding,
 )
 from .training.fake_quantized import fake_quantize, fake_quantize_with_scale
-from .weights.activations import ActivationQuantized
 
 __all__ = [
     "FORMATS",

@@ -21,11 +21,11 @@ from .._core.primitives.axes import DotDimensionNumbers
 from .._core.primitives.writing import stored_as
 from .._core.rules import register
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
+from .._core.trace import redispatch
 from .._core.tree import static
 from .._core.value import Value, make_dense
 from .._jax.primitives import find_primitive, start_in_bounds
-from .arrays.qarray import QUANTIZABLE, QArray
+from .arrays import QUANTIZABLE, QArray
 from .conversion.compute import QuantizeParams, quantize_with_params
 from .conversion.quantize import Axes, TiledAxes, quantize_as, quantize_params
 from .formats import get_format

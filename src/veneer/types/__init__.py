@@ -7,7 +7,7 @@
     nm_sparse       `NMSparse`, which stores n of every m neighboring entries
     masked          `Masked`, with invalid entries
     named           `Named`, with axis names
-    quantity        `Quantity`, with a unit
+    quantity        `Quantity`, with a unit of astropy or pint
     prng            `PRNGKey`, random keys stored as integers
     basis           arrays stored in another basis: `Permuted`, `Scaled`
     rotated         `Rotated`, stored in a basis that spreads outliers
@@ -17,10 +17,8 @@
 
 Modules that several types use:
 
-    axes            checks that the leaves of a type are arrays with matching shapes
     elementwise     lists of elementwise primitives, and rules for primitives that map 0 to 0
     label           the base class of `Named` and `Quantity`
-    units           the algebra of units, by astropy or pint
 """
 
 from . import lora as lora

@@ -19,12 +19,12 @@ from jax.typing import ArrayLike
 from .._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from .._core.primitives.axes import DotDimensionNumbers, reshape_groups
 from .._core.rules import register
+from .._core.surface import Leaf, check_arrays
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
+from .._core.trace import redispatch
 from .._core.tree import static
 from .._core.value import aval_of, materialise_one
 from .._jax.primitives import find_primitive
-from .axes import Leaf, check_arrays
 
 #: Maps axes of a stored array to the corresponding axes of an operand or a result.
 Places = Mapping[int, int]

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import PartitionSpec
 
+from .._core.surface import Leaf, check_axes
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
+from .._core.trace import redispatch
 from .._core.value import Value, aval_of
 from .._jax.primitives import Primitive
-from .axes import Leaf, check_axes
 
 
 class Frozen(ImplicitArray):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
+from .._core.trace import redispatch
 from .._core.value import Value
 from .._jax.primitives import Primitive
 

@@ -11,11 +11,11 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core.rules import add_rule, register
+from .._core.surface import Array, check_arrays
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
+from .._core.trace import redispatch
 from .._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
 from .._jax.tracing import is_eager, known_entries, vary_together
-from .axes import Array, check_arrays
 from .elementwise import ELEMENTWISE
 
 Axis = int | Sequence[int] | None

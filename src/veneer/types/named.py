@@ -13,11 +13,11 @@ from typing import Any, ClassVar, SupportsIndex
 import jax
 import jax.numpy as jnp
 
-from .._core.transform import redispatch
+from .._core.surface import Leaf, check_axes
+from .._core.trace import redispatch
 from .._core.tree import static
 from .._core.value import aval_of, materialise_one
 from .._jax.tracing import mapped_axis
-from .axes import Leaf, check_axes
 from .label import Label
 
 Names = tuple[str | None, ...]

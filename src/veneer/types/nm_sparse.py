@@ -12,13 +12,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .._core.rules import register
+from .._core.surface import check_axes
 from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
+from .._core.trace import redispatch
 from .._core.tree import static
 from .._core.value import materialise_one
 from .._jax.primitives import find_primitive
-from ..kernels.common.codes import pack_bits, planes_size, unpack_bits
-from .axes import check_axes
+from ..kernels.common.problem import pack_bits, planes_size, unpack_bits
 from .elementwise import register_zero_preserving
 
 
@@ -45,7 +45,7 @@ class NMSparse(ImplicitArray):
     - `values`: the stored entries, `[..., K/m*n, N]` for axis -2 or `[..., N, K/m*n]` for axis -1.
       They can be implicit, such as a `QArray`.
     - `indices`: the positions of the values in their groups, packed to uint8 along the same axis
-      by `veneer.kernels.common.codes.pack_bits`. `NMSparse.prune` returns both.
+      by `veneer.kernels.common.problem.pack_bits`. `NMSparse.prune` returns both.
     - `n`, `m`: the pattern, `1 <= n <= m` and `2 <= m <= 256`; static.
     - `axis`: the axis of the groups, -2 or -1; static.
 

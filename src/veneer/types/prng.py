@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._core.rules import register
+from .._core.surface import Leaf, check_axes
 from .._core.surface.array import ImplicitArray
 from .._core.tree import static
 from .._core.value import materialise_one
 from .._jax.primitives import find_primitive
-from .axes import Leaf, check_axes
 
 
 class PRNGKey(ImplicitArray):

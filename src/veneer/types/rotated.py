@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 from .._core.leaf_axes import Movement, aligned_axes
-from .._core.transform import redispatch
+from .._core.surface import Leaf, check_arrays
+from .._core.trace import redispatch
 from .._core.tree import static
-from .axes import Leaf, check_arrays
 from .basis import InBasis, Places
 
 

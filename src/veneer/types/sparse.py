@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .._core.surface import check_axes
 from .._core.surface.array import ImplicitArray
 from .._core.tree import static
 from .._core.value import Value, materialise_one
-from .axes import check_axes
 
 Axes = Sequence[int]
 

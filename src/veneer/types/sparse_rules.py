@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .._core.primitives.leaves import dense_unless
 from .._core.rules import register
-from .._core.transform import redispatch
+from .._core.trace import redispatch
 from .._core.value import make_dense
 from .._jax.primitives import find_primitive, start_in_bounds
 from .elementwise import register_zero_preserving

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from veneer.kernels.common.codes import BITS, PLANE_BITS, row_bytes
-from veneer.kernels.common.problem import MatmulShape
+from veneer.kernels.common.problem import BITS, PLANE_BITS, MatmulShape, row_bytes
 from veneer.kernels.common.table import TABLE
 from veneer.kernels.cpu import build, job
 from veneer.native import machine_code

@@ -10,7 +10,7 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.kernels.common.codes import pack_bits, planes_size, unpack_bits
+from veneer.kernels.common.problem import pack_bits, planes_size, unpack_bits
 from veneer.types.elementwise import NONLINEAR
 from veneer.types.nm_sparse import NMSparse
 

@@ -27,7 +27,7 @@ from jax import lax
 from ..._jax.primitives import find_primitive
 from ..._jax.tracing import vary_along, varying_axes
 from ..leaf_axes import LeafAxis, Movement, Shape
-from ..transform import redispatch
+from ..trace import redispatch
 from ..value import Value
 from .leaves import Leaf, can_move, layout_of, leaf_rule, rebuild
 

@@ -33,8 +33,7 @@ from ..._jax.tracing import current_trace
 from ..policy import current_policy, policy_in_force
 from ..rules import structural
 from ..sources import restore_sources
-from ..trace import ImplicitTracer
-from ..transform import redispatch
+from ..trace import ImplicitTracer, redispatch
 from ..value import Value, describe, is_value, make_dense, materialise_one, source_of
 from .leaves import dense_unless, is_label
 from .scopes import IN_DERIVATIVE_RULE, record_tangent_queries, scope_query

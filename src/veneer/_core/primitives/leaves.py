@@ -23,7 +23,7 @@ from ..dispatch import unhandled_operands
 from ..errors import CHECK_BUGS
 from ..leaf_axes import Axes, Movement, Shape, aligned_axes
 from ..rules import add_rule
-from ..transform import redispatch
+from ..trace import redispatch
 from ..tree import checks_of, has_metadata
 from ..value import Value, aval_of, declared_layout, is_part, is_value, make_dense
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from ..._jax.tracing import find_divisor
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
-from ..transform import redispatch
+from ..trace import redispatch
 from ..value import Value, aval_of
 from .axes import find_packed_axis, reshape_leaf_shape
 from .leaves import UNCHANGED, Leaf, Step, can_move, layout_of, leaf_rule, move, rebuild

@@ -17,7 +17,7 @@ from jax import lax
 
 from ..._jax.primitives import find_primitive
 from ..leaf_axes import Shape
-from ..transform import redispatch
+from ..trace import redispatch
 from ..tree import has_metadata
 from ..value import Value, aval_of
 from .leaves import Leaf, is_label, layout_of, leaf_rule

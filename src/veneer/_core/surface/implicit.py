@@ -39,7 +39,7 @@ from ..policy import (
     set_variable,
 )
 from ..sources import leaf_sources, tag_sources, with_source
-from ..transform import Program, run
+from ..trace import Program, run
 from ..value import OpaqueNode, Value, has_all_leaves, is_opaque_leaf, source_of
 
 P = ParamSpec("P")

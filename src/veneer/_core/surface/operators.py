@@ -17,7 +17,7 @@ from ..errors import check_fields, is_marked_as_derivatives
 from ..policy import ALLOW, BEFORE_CALL, Event, Policy, current_policy, policy_in_force
 from ..rules import clear_with_rules
 from ..sources import tag_sources
-from ..transform import redispatch
+from ..trace import redispatch
 from ..value import Value, materialise
 from .operands import check_is_array
 

@@ -16,7 +16,7 @@ from jax.custom_derivatives import zero_from_primal
 
 from ..._jax.primitives import Primitive
 from ..primitives.leaves import dense_unless
-from ..transform import redispatch
+from ..trace import redispatch
 from ..value import Value, aval_of, describe, is_value, materialise_one
 from .array import ImplicitArray
 

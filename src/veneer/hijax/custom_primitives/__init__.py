@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.annotations import Dense, operand_types
+from ..._core.rules import Dense, operand_types
 from ..._core.trace import ImplicitTrace
 from ..._core.value import Value, is_value
 from ..._jax.tracing import current_trace, set_current_trace

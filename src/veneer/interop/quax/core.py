@@ -20,7 +20,7 @@ from ..._core.errors import install_command
 from ..._core.rules import add_rule
 from ..._core.surface.array import ImplicitArray, Shaped, Shown
 from ..._core.surface.implicit import FilterSpec, implicit
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._core.value import Value as _CoreValue
 from ..._core.value import materialise_one
 from ..._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun

@@ -18,8 +18,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .codes import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS, Codes
-from .problem import MatmulShape
+from .problem import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS, Codes, MatmulShape
 
 #: The fewest entries of a stored matrix, by platform. XLA multiplies smaller ones faster.
 LEAST_ENTRIES = {"cpu": 1 << 14, "gpu": 1 << 18, "tpu": 1 << 14}

@@ -20,7 +20,7 @@ import jax
 
 from ...native.cache import COMPILING, Cache
 from ...native.ffi_header import header, header_text
-from ..common.codes import ACTIVATIONS, BITS
+from ..common.problem import ACTIVATIONS, BITS
 from ..common.table import QUANTIZED_BITS, TABLE, KernelRow
 
 CACHE = Cache("veneer.kernels", header_text)

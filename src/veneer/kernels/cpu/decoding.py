@@ -31,8 +31,8 @@ from ...native.simd.blocks import (
     shuffle,
     store_vector,
 )
-from ..common import codes
-from ..common.codes import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ..common import problem as codes
+from ..common.problem import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 
 row_bytes = native(codes.row_bytes)
 _HALVES = ir.VectorType(I16, LANES)

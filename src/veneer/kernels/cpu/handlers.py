@@ -33,7 +33,7 @@ from ...native.xla_calls import (
     result_count,
     run,
 )
-from ..common.codes import ACTIVATIONS, PLANES, PLANES_TYPE
+from ..common.problem import ACTIVATIONS, PLANES, PLANES_TYPE
 from ..common.table import QUANTIZE_TABLE
 from . import job as words
 from .decoding import row_bytes
@@ -57,7 +57,7 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
     - `frame`: the address of the call frame, XLA's structure with the operands of the call.
     - `bits`, `contracts_rows`: the bits per code, and whether the rows of the matrices are
       contracted, not their columns.
-    - `activations`: the dtype of activations, as an index into `ACTIVATIONS` of common/codes.py.
+    - `activations`: the dtype of activations, as an index into `ACTIVATIONS` of common/problem.py.
     - `prepare`, `count`, `work`, `finish`: the C functions of the kernel: see `JobFunctions`.
     """
     if answer_metadata_query(frame):
@@ -126,7 +126,7 @@ def _is_array(buffer, entry, axes):
 
 @native
 def _float_type(buffer):
-    # An index into `FLOATS` of common/codes.py, or -1 for any other dtype.
+    # An index into `FLOATS` of common/problem.py, or -1 for any other dtype.
     entry = dtype(buffer)
     if entry == F32:
         return 0

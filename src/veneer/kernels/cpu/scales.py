@@ -37,7 +37,7 @@ from ...native.simd.integers import (
     sum_lanes,
     zero_ints,
 )
-from ..common.codes import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
+from ..common.problem import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
 from .decoding import SIZES, keep_first_lanes, load_as_floats, store_plane_codes
 from .job import (
     BATCH,

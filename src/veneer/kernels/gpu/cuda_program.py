@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..common.codes import Codes
+from ..common.problem import Codes
 
 #: The dtypes of activations, results and scales. Their index is their number in `matmul.cu`.
 FLOATS = ("float32", "bfloat16", "float16")

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..common.codes import Codes
-from ..common.problem import MatmulOperands, MatmulProblem, MatmulShape
+from ..common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from . import matmul
 
 _INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))

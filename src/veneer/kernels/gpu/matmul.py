@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..common import calls
-from ..common.codes import Codes
-from ..common.problem import MatmulOperands, MatmulProblem, MatmulShape
+from ..common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .cuda_program import (
     ZERO_POINTS,
     CompileError,

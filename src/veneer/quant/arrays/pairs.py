@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from ..formats.packing import split_neighbors
 
 if TYPE_CHECKING:
-    from .qarray import QArray
+    from . import QArray
 
 # The dtype of a word that holds two elements, by the bytes per element.
 _WORDS = {1: jnp.uint16, 2: jnp.uint32}

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from ..._jax.tracing import varying_axes
 from ...kernels import quantize as kernel
-from ..arrays.qarray import QArray, pack_codes
+from ..arrays import QArray, pack_codes
 from ..formats import FORMATS, Format, get_format
 from ..formats.format import encode_stochastically, round_to_dtype
 from ..formats.packing import UNITS, Packing, axis_to_pack

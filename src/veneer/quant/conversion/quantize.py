@@ -17,7 +17,7 @@ from ..._core.surface import check_key
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..._jax.frames import warn_user
-from ..arrays.qarray import QUANTIZABLE, QArray, check_tiling
+from ..arrays import QUANTIZABLE, QArray, check_tiling
 from ..formats import FORMATS, Format, get_format, is_format
 from ..formats.tiles import Leaf, Shape, resolve_tile_size, split_tiles, tile_counts
 from .calibration import (

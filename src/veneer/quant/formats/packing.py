@@ -5,7 +5,7 @@ A *unit* is the smallest group of neighboring codes that fills whole bytes:
 - one byte, with 8, 4 or 2 codes of 1, 2 or 4 bits. The first code is in the lowest bits.
 - one byte, with 5 ternary codes as digits of base 3. The first code is the lowest digit.
 - b bytes, with 8 codes of b = 3, 5, 6 or 7 bits. Each byte is a bit plane: it has the same bit of
-  all 8 codes (`veneer.kernels.common.codes`).
+  all 8 codes (`veneer.kernels.common.problem`).
 
 JAX's own int4 arrays take one byte per value on CPU, and some operations of XLA reject them.
 Therefore codes are stored in uint8, and converted to int8 or uint8 for arithmetic.
@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ...kernels.common.codes import pack_bits, unpack_bits
+from ...kernels.common.problem import pack_bits, unpack_bits
 
 # From the bits per code to the number of codes and the number of bytes in a unit.
 UNITS: dict[int | float, tuple[int, int]] = {1: (8, 1), 1.6: (5, 1), 2: (4, 1), 4: (2, 1)}

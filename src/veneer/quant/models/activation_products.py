@@ -20,14 +20,14 @@ from ..._core.primitives.scopes import current_place, query_scopes, scope_query
 from ..._core.rules import add_rule, register, structural
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
-from ..._core.transform import redispatch, redispatch_isolated
+from ..._core.trace import redispatch, redispatch_isolated
 from ..._core.value import MATERIALISE, Value, is_opaque_leaf
 from ..._jax.primitives import Primitive, find_primitive
-from ..arrays.qarray import QUANTIZABLE
+from ..arrays import QUANTIZABLE
 from ..conversion.quantize import quantize
 from ..formats import get_format
 from ..formats.tiles import choose_activation_axes
-from ..weights.product_weights import PRODUCTS, product_axes
+from ..product_weights import PRODUCTS, product_axes
 from .arguments import as_rules
 from .rules import Rule
 

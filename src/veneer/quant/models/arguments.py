@@ -17,7 +17,7 @@ from ..._core.primitives.sharding import replicated_sharding
 from ..._core.surface import check_parameters, some_of
 from ..._core.value import is_value
 from ..._jax.frames import warn_user
-from ..arrays.qarray import QUANTIZABLE
+from ..arrays import QUANTIZABLE
 from ..formats import get_format
 from .rules import Rule
 

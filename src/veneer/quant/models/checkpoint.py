@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.surface import some_of
-from ..arrays.qarray import QUANTIZABLE, QArray
+from ..arrays import QUANTIZABLE, QArray
 from ..formats import get_format
 from ..formats.tiles import dividing_tiles
 from .arguments import can_be_quantized

@@ -11,10 +11,10 @@ from ..._core.surface import some_of
 from ..._core.value import is_part, is_value
 from ..._jax.frames import warn_user
 from ...types.lora import LoraArray
-from ..arrays.qarray import QArray
+from ..activation_quantized import ActivationQuantized
+from ..arrays import QArray
 from ..formats import get_format
 from ..training import FakeQuantized
-from ..weights.activations import ActivationQuantized
 from .arguments import can_be_quantized, find_rule
 from .rules import Rule
 from .uses import SMALL, VOCABULARY_QTYPE, Use

@@ -18,15 +18,15 @@ from ..._core.surface import some_of
 from ..._core.surface.implicit import implicit
 from ..._jax.frames import warn_user
 from ..formats.tiles import Shape
-from ..observation.recording import (
+from ..product_weights import PRODUCTS
+from ..recording import (
     ObservedWeight,
     Recording,
     boxes_by_run,
     recordings_by_run,
     run_ids,
 )
-from ..observation.statistics import ActivationStatistics
-from ..weights.product_weights import PRODUCTS
+from ..statistics import ActivationStatistics
 from .arguments import (
     arguments_of,
     as_rules,

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from ..._core.surface import check_parameters, some_of
 from ..._jax.frames import warn_user
-from ..arrays.qarray import QArray
-from ..observation.statistics import ActivationStatistics
+from ..arrays import QArray
+from ..statistics import ActivationStatistics
 from ..training import FakeQuantized
 from .arguments import (
     as_rules_or_format,

@@ -12,6 +12,7 @@ from ..._core.surface import check_regex, path_matches
 from ...types.basis import InBasis
 from ...types.lora import LoraArray
 from ...types.rotated import Rotated
+from ..activation_quantized import ActivationQuantized, check_activation_format, check_op_names
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import choose_scale_dtype, quantize
 from ..formats import get_format, is_format
@@ -22,10 +23,9 @@ from ..formats.tiles import (
     resolve_tile_size,
     resolve_tile_sizes,
 )
-from ..observation.statistics import ActivationStatistics, static_range
+from ..statistics import ActivationStatistics, static_range
 from ..training import BackwardProduct
 from ..training.options import Sparsity, check_sparsity, describe_call
-from ..weights.activations import ActivationQuantized, check_activation_format, check_op_names
 
 ACT_RANGES = ("dynamic", "mean", "exponential", "widest")
 TRAINING_OPTIONS = ("grad_qtype", "grad_input", "grad_weight", "sparsity")

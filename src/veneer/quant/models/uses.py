@@ -20,14 +20,14 @@ from jax.typing import ArrayLike
 
 from ..._core.rules import register
 from ..._core.surface.implicit import implicit
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._core.tree import static
 from ..._core.value import is_value
 from ..._jax.frames import user_line
 from ..._jax.primitives import Primitive, find_primitive
 from ..formats import get_format
 from ..formats.tiles import Shape
-from ..weights.product_weights import (
+from ..product_weights import (
     PRODUCTS,
     Factors,
     ProductWeight,

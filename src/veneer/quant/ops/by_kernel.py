@@ -26,8 +26,8 @@ from ...kernels import (
     matmul,
     select,
 )
+from ..arrays import QArray
 from ..arrays.pairs import runs_on_gpu
-from ..arrays.qarray import QArray
 from ..formats import get_format
 from ..formats.packing import Packing
 from ..formats.tiles import over_tiles

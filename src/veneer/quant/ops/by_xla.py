@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.primitives.axes import DotDimensionNumbers
+from ..arrays import QUANTIZABLE, QArray
 from ..arrays.pairs import runs_on_gpu
-from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.tiles import Leaf, Shape
 from .operands import (
     accumulator,

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
-from ..arrays.qarray import QUANTIZABLE, QArray
+from ..arrays import QUANTIZABLE, QArray
 from ..formats.tiles import over_tiles
 from .operands import (
     accumulator,

@@ -19,9 +19,9 @@ from ..._core.policy import ALLOW, current_policy
 from ..._core.primitives.axes import NestedAxes
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._core.value import materialise
-from ..arrays.qarray import QArray
+from ..arrays import QArray
 from .by_kernel import (
     describe_small_operand,
     plan_kernel,

@@ -19,9 +19,9 @@ from jax.typing import ArrayLike
 from ..._core.primitives.collectives import permute
 from ..._core.primitives.movement import gather
 from ..._core.rules import register
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._jax.primitives import find_primitive, start_in_bounds
-from ..arrays.qarray import QUANTIZABLE, QArray
+from ..arrays import QUANTIZABLE, QArray
 from ..formats.packing import UNITS, Packing, unpack
 from ..formats.tiles import Leaf
 

@@ -20,8 +20,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import Value, materialise_one
+from ..arrays import QUANTIZABLE, QArray
 from ..arrays.pairs import compute_elementwise, runs_on_gpu
-from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import Format
 from ..formats.tiles import over_tiles
 

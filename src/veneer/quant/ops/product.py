@@ -26,7 +26,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.policy import note_how
 from ..._core.primitives.axes import DotDimensionNumbers, NestedAxes
 from ..._core.surface.array import ImplicitArray
-from ..arrays.qarray import QArray
+from ..arrays import QArray
 from ..formats.tiles import over_tiles
 from .operands import accumulator, can_scale_output, dequantized, has_minimum, operand_pair
 

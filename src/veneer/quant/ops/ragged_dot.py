@@ -22,7 +22,7 @@ from ..._core.primitives.axes import DotDimensionNumbers, without
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
-from ..arrays.qarray import QUANTIZABLE, QArray
+from ..arrays import QUANTIZABLE, QArray
 from .dot_general import STRATEGIES, complete_report, dot_general
 from .operands import accumulator, dequantized, fixes_dtypes, operand_pair
 from .product import (

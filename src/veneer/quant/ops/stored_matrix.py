@@ -17,7 +17,7 @@ from jax import lax
 
 from ..._core.primitives.movement import reshape
 from ...kernels import FLOATS, MatmulOperands, ScaleCodes
-from ..arrays.qarray import QArray
+from ..arrays import QArray
 from ..formats.packing import Packing, ternary_to_int2
 from ..formats.tiles import Shape
 

@@ -30,7 +30,7 @@ from ..models.correction import LowRankAxes, quantize_with_correction
 from ..models.observe import record, statistics_of, warn_of_vanishing
 from ..models.quantize_tree import ChosenRules, check_rules, choose_rules
 from ..models.rules import Rule
-from ..observation.statistics import ActivationStatistics
+from ..statistics import ActivationStatistics
 from .report import AllocationReport, WeightBits
 from .weight import MatrixStack, finite, name_errors
 

@@ -34,8 +34,8 @@ from ..models.observe import (
 )
 from ..models.quantize_tree import ChosenRules, check_rules, choose_rules
 from ..models.rules import Rule, get_method
-from ..observation.recording import Recording
-from ..observation.statistics import ActivationStatistics
+from ..recording import Recording
+from ..statistics import ActivationStatistics
 from .gptq import DAMPING
 from .report import CalibrationReport
 from .saved_progress import SavedProgress, digest_calibration

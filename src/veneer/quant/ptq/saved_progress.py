@@ -15,7 +15,7 @@ from ..._core.surface.implicit import implicit
 from ..._jax.frames import warn_user
 from ..._jax.primitives import constants_in
 from ..models.arguments import abstract_arrays
-from ..observation.statistics import (
+from ..statistics import (
     ActivationStatistics,
     read_npz,
     statistics_from_arrays,

@@ -25,11 +25,11 @@ import numpy as np
 from ..._core.surface.implicit import implicit
 from ..._jax.frames import warn_user
 from ...types.basis import InBasis
-from ..arrays.qarray import QUANTIZABLE, QArray
+from ..activation_quantized import ActivationQuantized
+from ..arrays import QUANTIZABLE, QArray
 from ..formats.format import round_to_dtype
 from ..formats.tiles import over_tiles
 from ..models.arguments import arguments_of, check_batches, parameters_and_program
-from ..weights.activations import ActivationQuantized
 
 #: The names that the argument `train` can contain.
 PARTS = ("codes", "scales", "dense")

@@ -17,12 +17,12 @@ import numpy as np
 from ..._core.value import materialise_one
 from ...types.basis import InBasis, Scaled
 from ...types.lora import LoraArray
-from ..arrays.qarray import QArray
+from ..arrays import QArray
 from ..formats import get_format
 from ..formats.tiles import over_tiles
 from ..models.correction import LowRankAxes, add_correction
 from ..models.rules import Rule, get_method
-from ..observation.statistics import ActivationStatistics
+from ..statistics import ActivationStatistics
 from .gptq import Moments, awq_factors, damp, gptq, low_rank_factors, smoothquant_factors
 from .report import WeightLoss
 

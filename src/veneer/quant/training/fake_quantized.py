@@ -19,7 +19,8 @@ from ..._core.surface.array import ImplicitArray, is_default
 from ..._core.surface.straight_through import ste
 from ..._core.tree import static
 from ..._core.value import describe
-from ..arrays.qarray import QUANTIZABLE, QArray
+from ..activation_quantized import check_activation_format
+from ..arrays import QUANTIZABLE, QArray
 from ..conversion.compute import QuantizeParams, quantize_tiles
 from ..conversion.quantize import (
     Axes,
@@ -40,7 +41,6 @@ from ..formats.tiles import (
     over_tiles,
     resolve_tile_sizes,
 )
-from ..weights.activations import check_activation_format
 from .options import (
     BackwardProduct,
     Sparsity,

@@ -19,13 +19,13 @@ from jax import lax
 from ..._core.primitives.axes import Axes, DotDimensionNumbers
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
-from ..arrays.qarray import QArray
+from ..arrays import QArray
 from ..formats.tiles import Shape
 from ..ops.convolution import conv_general_dilated
 from ..ops.dot_general import dot_general
 from ..ops.operands import fixes_dtypes
 from ..ops.product import Operand
-from ..weights.product_weights import product_axes
+from ..product_weights import product_axes
 
 
 class GradientAxes(NamedTuple):

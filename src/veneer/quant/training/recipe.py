@@ -29,7 +29,7 @@ from ..._core.policy import note_how
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
 from ..._core.value import materialise_one
-from ..arrays.qarray import QUANTIZABLE, QArray
+from ..arrays import QUANTIZABLE, QArray
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize
 from ..formats import get_format

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.surface import check_key, check_parameters
-from ..weights.activations import ActivationQuantized
+from ..activation_quantized import ActivationQuantized
 from .fake_quantized import FakeQuantized
 
 

@@ -14,12 +14,11 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.leaf_axes import Axes, LeafAxis, Movement
-from ..._core.surface import check_key
+from ..._core.surface import Leaf, check_arrays, check_axes, check_key
 from ..._core.surface.array import ImplicitArray, is_default
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._core.tree import check_metadata, static
 from ..._core.value import describe, materialise_one
-from ..axes import Leaf, check_arrays, check_axes
 from ..structured.matrix import Matrix, has_method, multiply_vectors
 from .contractions import RANK, Labels, arrange, contract, divide_by_norm, norm, scale_by
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._core.value import materialise_one
 
 Label = int | str | tuple[str, int]

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
 from ..structured.matrix import Matrix

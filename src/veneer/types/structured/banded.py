@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import linalg as lax_linalg
 
+from ..._core.surface import Array, check_axes
 from ..._core.tree import static
-from ..axes import Array, check_axes
 from .diagonal import Diagonal
 from .matrix import (
     Matrix,

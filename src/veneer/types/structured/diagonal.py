@@ -12,11 +12,11 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.rules import register
-from ..._core.transform import redispatch
+from ..._core.surface import Array, Leaf, check_axes
+from ..._core.trace import redispatch
 from ..._core.tree import static
 from ..._core.value import describe
 from ..._jax.primitives import find_primitive
-from ..axes import Array, Leaf, check_axes
 from .matrix import (
     Matrix,
     elementwise_rule,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._core.value import Value
 from ..elementwise import register_zero_preserving
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
-from ..._core.transform import redispatch
+from ..._core.surface import Leaf, check_axes
+from ..._core.trace import redispatch
 from ..._core.value import materialise_one
-from ..axes import Leaf, check_axes
 from ..elementwise import register_unary
 from .diagonal import Diagonal
 from .matrix import (

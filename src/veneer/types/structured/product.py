@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..._core.rules import register
-from ..._core.transform import redispatch
+from ..._core.surface import Leaf, check_axes
+from ..._core.trace import redispatch
 from ..._core.value import make_dense, materialise_one
 from ..._jax.primitives import find_primitive
-from ..axes import Leaf, check_axes
 from .matrix import (
     Matrix,
     call_if_supported,

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
-from ..._core.transform import redispatch
+from ..._core.trace import redispatch
 from ..._jax.primitives import split_list
 from ..lazy import Lazy
 from .matrix import Matrix, call_if_supported, computing_dtype, has_method

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..axes import Array, check_axes
+from ..._core.surface import Array, check_axes
 from .matrix import (
     Matrix,
     computing_dtype,

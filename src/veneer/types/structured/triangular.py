@@ -12,10 +12,10 @@ from jax.lax import linalg as lax_linalg
 from jax.typing import ArrayLike
 
 from ..._core.rules import register
+from ..._core.surface import Array, Leaf, check_axes
 from ..._core.tree import static
 from ..._core.value import make_dense, materialise_one
 from ..._jax.primitives import find_primitive
-from ..axes import Array, Leaf, check_axes
 from .diagonal import Diagonal
 from .matrix import (
     Matrix,

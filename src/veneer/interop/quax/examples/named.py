@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import ArrayLike
 
-from ...._core.transform import redispatch
+from ...._core.trace import redispatch
 from ...._core.value import Value
 from ...._jax.primitives import Primitive
 from ..core import ArrayValue, register

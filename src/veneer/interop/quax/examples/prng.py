@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from ...._core.rules import register as register_ours
 from ...._core.surface.array import ImplicitArray
-from ...._core.transform import redispatch
+from ...._core.trace import redispatch
 from ..core import ArrayValue, register
 
 __all__ = ["PRNG", "ThreeFry", "normal", "split", "uniform"]

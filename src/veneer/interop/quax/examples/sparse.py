@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from .... import types
-from ...._core.transform import redispatch
+from ...._core.trace import redispatch
 from ..core import Delegating, RefusesToMaterialise, delegate, register
 
 __all__ = ["BCOO"]

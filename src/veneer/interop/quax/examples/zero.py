@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ...._core.transform import redispatch
+from ...._core.trace import redispatch
 from ...._core.value import Value
 from ...._jax.primitives import Primitive, find_primitive
 from ....types.elementwise import LINEAR, NONLINEAR

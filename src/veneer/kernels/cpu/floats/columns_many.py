@@ -30,7 +30,7 @@ from ....native.simd.blocks import (
     store_vector,
 )
 from ....native.simd.floats import load, splat, store, store_block, zeros
-from ...common.codes import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ...common.problem import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 from ..decoding import CONVERSIONS, load_table, look_up, store_plane_codes
 from ..job import (
     BATCH,

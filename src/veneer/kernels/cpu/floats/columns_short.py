@@ -38,7 +38,7 @@ from ....native.simd.floats import (
     store_sums,
     zeros,
 )
-from ...common.codes import BITS
+from ...common.problem import BITS
 from ...common.table import LEAST_TILE, SHORT, SHORT_VECTORS
 from ..decoding import decode_in_order, load_table
 from ..job import (

@@ -46,7 +46,7 @@ from ....native.simd.blocks import (
     permute,
 )
 from ....native.simd.floats import deinterleave, load, scale_block, store
-from ...common.codes import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ...common.problem import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 from ..decoding import CONVERSIONS, look_up, unpack_planes
 from ..job import (
     BATCH,

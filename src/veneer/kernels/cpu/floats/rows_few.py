@@ -29,7 +29,7 @@ from ....native.memory import (
 )
 from ....native.simd import LANES, REGISTERS
 from ....native.simd.floats import add_outer, add_scaled, load, store, zeros
-from ...common.codes import BITS
+from ...common.problem import BITS
 from ...common.table import FLOATS_BY_ROWS
 from ..decoding import build_decoder, load_table, row_bytes
 from ..job import (

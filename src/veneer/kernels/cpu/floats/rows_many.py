@@ -33,7 +33,7 @@ from ....native.simd.floats import (
     store_sums,
     zeros,
 )
-from ...common.codes import BITS
+from ...common.problem import BITS
 from ..decoding import build_decoder, load_table, row_bytes
 from ..job import (
     BATCH,

@@ -23,7 +23,7 @@ from ....native.simd.blocks import (
     multiply_add,
 )
 from ....native.simd.floats import add_outer, add_scaled, splat, zeros
-from ...common.codes import BITS
+from ...common.problem import BITS
 from ...common.table import MOST_TILES
 from ..decoding import build_decoder, load_table
 from ..job import MINIMUM, NEXT_ROW, SCALE, TABLE, TC, C, JobFunctions, M, R, X, row_address

@@ -40,7 +40,7 @@ from ....native.simd.integers import (
     to_floats,
     zero_ints,
 )
-from ...common.codes import BITS, INTEGER_PLANES
+from ...common.problem import BITS, INTEGER_PLANES
 from ...common.table import ROWS
 from ..decoding import load_plane_fields, load_table
 from ..job import (

@@ -40,7 +40,7 @@ from ....native.simd.integers import (
     to_unsigned,
     zero_ints,
 )
-from ...common.codes import BITS
+from ...common.problem import BITS
 from ..job import ROW_BYTES, TC, TR, C, R
 from ..scales import is_f32, read_tile_values
 

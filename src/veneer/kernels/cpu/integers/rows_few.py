@@ -40,7 +40,7 @@ from ....native.simd.integers import (
     load_ints,
     to_floats,
 )
-from ...common.codes import BITS
+from ...common.problem import BITS
 from ..job import (
     BATCH,
     FAILED,

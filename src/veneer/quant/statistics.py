@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..conversion.calibration import check_calibration
-from ..conversion.quantize import quantize
-from ..formats import get_format
-from ..formats.tiles import Shape
+from .conversion.calibration import check_calibration
+from .conversion.quantize import quantize
+from .formats import get_format
+from .formats.tiles import Shape
 
 
 @jax.tree_util.register_dataclass

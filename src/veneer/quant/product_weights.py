@@ -15,15 +15,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
-from ..._core.primitives.axes import Axes, reshape_groups
-from ..._core.primitives.scopes import may_be_tangents
-from ..._core.rules import register
-from ..._core.surface.array import ImplicitArray
-from ..._core.transform import redispatch
-from ..._core.value import Value
-from ..._jax.primitives import Primitive, find_primitive
-from ..formats.tiles import Leaf, Shape
+from .._core.leaf_axes import LeafAxis, Movement, aligned_axes
+from .._core.primitives.axes import Axes, reshape_groups
+from .._core.primitives.scopes import may_be_tangents
+from .._core.rules import register
+from .._core.surface.array import ImplicitArray
+from .._core.trace import redispatch
+from .._core.value import Value
+from .._jax.primitives import Primitive, find_primitive
+from .formats.tiles import Leaf, Shape
 
 #: The names of the primitives that are products.
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")

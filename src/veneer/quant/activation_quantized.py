@@ -15,22 +15,22 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.policy import note_how
-from ..._core.primitives.axes import DotDimensionNumbers
-from ..._core.primitives.scopes import may_be_tangents
-from ..._core.rules import register
-from ..._core.sources import keep_sources
-from ..._core.surface.straight_through import ste
-from ..._core.transform import redispatch
-from ..._core.tree import static
-from ..._core.value import Value, materialise_one
-from ..._jax.primitives import find_primitive
-from ..arrays.qarray import QUANTIZABLE, QArray
-from ..conversion.calibration import check_calibration
-from ..conversion.quantize import quantize, quantize_with_scale
-from ..formats import Format, get_format
-from ..formats.tiles import Leaf, check_tile_size, choose_activation_axes
-from ..ops.product import weight_operand
+from .._core.policy import note_how
+from .._core.primitives.axes import DotDimensionNumbers
+from .._core.primitives.scopes import may_be_tangents
+from .._core.rules import register
+from .._core.sources import keep_sources
+from .._core.surface.straight_through import ste
+from .._core.trace import redispatch
+from .._core.tree import static
+from .._core.value import Value, materialise_one
+from .._jax.primitives import find_primitive
+from .arrays import QUANTIZABLE, QArray
+from .conversion.calibration import check_calibration
+from .conversion.quantize import quantize, quantize_with_scale
+from .formats import Format, get_format
+from .formats.tiles import Leaf, check_tile_size, choose_activation_axes
+from .ops.product import weight_operand
 from .product_weights import PRODUCTS, Factors, ProductWeight, product_axes
 
 

@@ -21,13 +21,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.primitives.scopes import is_in_derivative_part, may_be_tangents
-from ..._core.primitives.sharding import replicate, replicated_sharding
-from ..._core.rules import register
-from ..._core.tree import static
-from ..formats.tiles import Leaf, Shape
-from ..weights.activations import bind, sums_over_features
-from ..weights.product_weights import Factors, ProductWeight, product_axes
+from .._core.primitives.scopes import is_in_derivative_part, may_be_tangents
+from .._core.primitives.sharding import replicate, replicated_sharding
+from .._core.rules import register
+from .._core.tree import static
+from .activation_quantized import bind, sums_over_features
+from .formats.tiles import Leaf, Shape
+from .product_weights import Factors, ProductWeight, product_axes
 from .statistics import ActivationStatistics
 
 _UNUSED_RANGE = np.array([[np.inf], [-np.inf]])  # a minimum and a maximum of no values
