@@ -116,7 +116,10 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 def _answer(model: Any, chat: list[Any], options: dict[str, Any], *, show: bool) -> Any:
-    """Generate the answer to a chat, and print it while it is generated if `show` is true."""
+    """Generate the answer to a list of messages. With `show`, print it while it is generated.
+
+    `options` are keyword arguments of `LanguageModel.generate`, which returns the result.
+    """
     write = lambda text: print(text, end="", flush=True)
     with report_input_errors():
         answer = model.generate(chat, on_text=write if show else None, **options)
@@ -141,7 +144,7 @@ def _statistics(answer: Any, model: Any, load_seconds: float) -> dict[str, Any]:
 
 
 def _resident_bytes() -> int | None:
-    """Return the resident memory of this process, or None where `/proc` is missing."""
+    """Return the resident memory of this process in bytes, or None where `/proc` is missing."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return None

@@ -87,7 +87,10 @@ def run(
 
 
 def _describe_unsupported(format: str, tensors: Any) -> str | None:
-    """Return an error that names all tensors that a format cannot hold. None if it holds all."""
+    """Return an error message that names all tensors that the format of a library cannot hold.
+
+    Return None if it can hold all of them.
+    """
     from ..files.targets import TARGETS, find_unsupported
 
     reasons = find_unsupported(format, tensors) if format in TARGETS else {}
@@ -102,7 +105,10 @@ def _describe_unsupported(format: str, tensors: Any) -> str | None:
 
 
 def _print_errors(errors: Mapping[str, tuple[float, float]]) -> None:
-    """Print the relative error of each weight that was rounded, and of all of them together."""
+    """Print the relative error of each rounded weight, and of all of them together.
+
+    `errors` maps the names of weights to pairs of norms, as in `Requantized.errors`.
+    """
     from ..quant.models.checkpoint import relative_error
 
     if not errors:

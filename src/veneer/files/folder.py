@@ -21,10 +21,10 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class Checkpoint(abc.ABC):
-    """An open checkpoint: tensors that are read by name, one at a time.
+    """An open checkpoint, whose tensors are read one at a time.
 
-    Use it as a context manager. Iterating over it yields the names. Its subclasses read safetensors
-    folders, folders that other libraries quantized, and GGUF files.
+    Use it as a context manager. Iterating over it yields the names of the tensors. Its subclasses
+    read safetensors folders, folders that other libraries quantized, and GGUF files.
     """
 
     path: Path

@@ -16,12 +16,12 @@ from .gguf_tensors import encode
 
 
 class Target(NamedTuple):
-    """The formats in which another library can hold a weight `[out, in]`.
+    """The formats in which another library, such as MLX, can hold a weight `[out, in]`.
 
-    - `encode`: converts a quantized weight, or raises `ValueError`.
-    - `formats`: the number formats that can be written. The first is the default.
+    - `encode`: converts a quantized weight to the layout of the library, or raises `ValueError`.
+    - `formats`: the number formats that can be written, such as "int4". The first is the default.
     - `tiles`: the group sizes, in the order of preference. Formats such as mxfp4 have their own.
-    - `outputs`: the number of outputs must be a multiple of this number.
+    - `outputs`: the number of outputs of a weight must be a multiple of this number.
     - `dense`: a regex of the names of weights that the library keeps dense.
     """
 
@@ -58,20 +58,20 @@ TARGETS = {
 def choose_rules(
     target: str, shapes: Mapping[str, tuple[int, ...]], qtype: str | None = None
 ) -> dict[str, Rule]:
-    """Return the rules that quantize the weights of a model so that a library can hold them.
+    """Return the rules that quantize the weights of a model so that another library can hold them.
 
     All weights get the same group size, and scales in float16, which all of these libraries read.
 
     **Arguments:**
 
-    - `target`: a name in `TARGETS`.
+    - `target`: the library: a key of `TARGETS`, such as "mlx".
     - `shapes`: a dict from the names of the dense tensors to their shapes. Names of weights end in
       ".weight", and their shapes are `[out, in]`.
     - `qtype`: the number format. None selects the default of the library.
 
     **Returns:** a dict from the names of the weights to quantize to their rules. Other tensors stay
     dense: embeddings and output heads, if the library keeps these dense, and weights whose number
-    of outputs does not fit.
+    of outputs is not a multiple of `Target.outputs`.
 
     **Raises:** `ValueError` if the library does not have the number format, if there is no weight,
     or if no group size divides the inputs of all weights.
@@ -101,7 +101,11 @@ def choose_rules(
 
 
 def _is_kept_dense(target: str, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a library keeps a weight dense, by its name and its shape."""
+    """Return whether the library `target` keeps a tensor dense, by its name and its shape.
+
+    It does so if the tensor is no matrix, if its number of outputs does not fit, or if the library
+    does not quantize such weights.
+    """
     chosen = _target(target)
     is_matrix = len(shape) == 2 and name.endswith(".weight")
     fits = is_matrix and shape[0] % chosen.outputs == 0
@@ -121,12 +125,14 @@ def _rule(name: str, qtype: str, tile: int) -> Rule:
 
 
 def find_unsupported(target: str, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the quantized tensors that a library cannot hold exactly, with the reason for each.
+    """Find the quantized tensors that another library cannot hold exactly.
 
     **Arguments:**
 
-    - `target`: a name in `TARGETS`.
-    - `tensors`: a dict of arrays. Each is looked up once.
+    - `target`: the library: a key of `TARGETS`, such as "mlx".
+    - `tensors`: a dict from names to arrays, dense or quantized. Each is looked up once.
+
+    **Returns:** a dict from the names of these tensors to the reasons. Dense tensors are skipped.
     """
     encode, reasons = _target(target).encode, {}
     for name in tensors:
@@ -140,17 +146,22 @@ def find_unsupported(target: str, tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 class Requantized(Mapping[str, Any]):
-    """Tensors in which the quantized weights that a library cannot hold are quantized again.
+    """A dict of tensors that quantizes again, on lookup, the weights that a library cannot hold.
 
-    Weights that the library keeps dense, such as embeddings, become dense. `made_dense` has their
-    names. Other tensors are returned unchanged. `errors` has the Frobenius norms of the change and
-    of the weight, as a pair, for each weight that was quantized again when it was looked up.
+    If the library keeps such a weight dense, as it may keep embeddings, lookup materializes it.
+    Other tensors are returned unchanged.
 
     **Arguments:**
 
-    - `tensors`: a dict of arrays, which are looked up when they are needed.
-    - `target`: a name in `TARGETS`.
-    - `qtype`: the number format of the changed weights.
+    - `tensors`: a dict from names to arrays, which are looked up when they are needed.
+    - `target`: the library: a key of `TARGETS`, such as "mlx".
+    - `qtype`: the number format for the weights that are quantized again.
+
+    **Attributes:**
+
+    - `made_dense`: the names of the weights that are materialized.
+    - `errors`: a dict from the names of the weights quantized so far to pairs: the Frobenius norm
+      of the change, and of the weight before.
 
     **Raises:** `ValueError` if the library does not have the number format, or if no group size
     divides the inputs of a weight.

@@ -45,7 +45,7 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Generation:
-    """A generated text, and what it cost.
+    """A generated text, with its tokens and times.
 
     - `text`: the text, without the token that ended it.
     - `tokens`: the tokens of the text.
@@ -75,9 +75,10 @@ class LanguageModel:
     - `config`: the sizes of the model.
     - `tokenizer`: a `tokenizers.Tokenizer`.
     - `stop`: the tokens that end a text.
-    - `template`: the chat template, in Jinja.
+    - `template`: the chat template, in Jinja: it converts a list of messages to one text.
     - `special_tokens`: the texts of `bos_token`, `eos_token` and others, for the template.
-    - `formats`: the formats of the tensors, the most frequent first. For a GGUF file, GGUF's names.
+    - `formats`: the number formats of the tensors, the most frequent first. For a GGUF file, the
+      names of GGUF, such as "Q4_K".
     """
 
     params: Mapping[str, Any]
@@ -175,7 +176,8 @@ def _generate() -> Callable:
 class _Stream:
     """The tokens of one generated text as they arrive, and their times.
 
-    A compiled program calls one object for all texts: a new one would compile the program again.
+    The compiled program of `generate` calls this object with the next token. A model has one
+    object for all texts, because a new object would compile the program again.
     """
 
     def __init__(self) -> None:
@@ -184,7 +186,10 @@ class _Stream:
     def listen(
         self, tokenizer: Any, stop: Sequence[int], on_text: Callable[[str], None] | None
     ) -> "_Stream":
-        """Return a context for one text, in which `on_text` gets each new piece of it."""
+        """Begin a new text. Return this object as a context, which other texts wait for.
+
+        `on_text` is called with each new piece of the text. `stop` has the tokens that end it.
+        """
         self._lock.acquire()
         self._tokenizer, self._stop, self._on_text = tokenizer, stop, on_text
         self._tokens: list[int] = []
@@ -213,7 +218,10 @@ class _Stream:
             self._shown = text
 
     def result(self, prompt_tokens: int) -> Generation:
-        """Return the whole text. `on_text` gets the rest of it: bytes that end no character."""
+        """Return the whole text.
+
+        First call `on_text` with the rest of the text: bytes of an incomplete character at its end.
+        """
         text = self._tokenizer.decode(self._tokens)
         if self._on_text is not None and text != self._shown:
             self._on_text(text[len(self._shown) :])
@@ -237,7 +245,7 @@ def quantized_cache(
     **Arguments:**
 
     - `config`: the sizes of the model.
-    - `room`: the number of tokens per text.
+    - `room`: the largest number of tokens per text.
     - `qtype`: the number format, such as "int8".
     - `batch`: the number of texts.
     """
@@ -296,7 +304,7 @@ def load(path: str | Path, format: str | None = None) -> LanguageModel:
 
 
 def _by_frequency(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the different names, the most frequent first."""
+    """Return each name once, sorted by how often it occurs, the most frequent first."""
     return tuple(sorted(set(names), key=lambda name: (-names.count(name), name)))
 
 
@@ -305,7 +313,7 @@ def _format_of(x: Any) -> str:
 
 
 def _read_gguf(path: Path, file: GgufFile) -> dict[str, Any]:
-    """Return the arguments of `LanguageModel` that the metadata of a GGUF file determine."""
+    """Return keyword arguments of `LanguageModel` from the metadata of a GGUF file."""
     metadata = file.metadata
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     ids = {
@@ -326,7 +334,10 @@ def _read_gguf(path: Path, file: GgufFile) -> dict[str, Any]:
 
 
 def _read_folder(path: Path, source: Any) -> dict[str, Any]:
-    """Return the arguments of `LanguageModel` that the JSON files of a folder determine."""
+    """Return keyword arguments of `LanguageModel` from the JSON files of a folder.
+
+    Not included are the parameters and their formats.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -374,7 +385,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _render(template: str, messages: Sequence[Message], special_tokens: Mapping[str, str]) -> str:
-    """Return the text of a chat by a template of a checkpoint, which is not trusted."""
+    """Return the text of a chat: the result of the chat template of a checkpoint.
+
+    The template runs in a sandbox, because checkpoints are not trusted.
+    """
     try:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -22,7 +22,7 @@ WINDOW = 512
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the predictions of a model differ from those of a reference, on the same text.
+    """How much the predictions of a model differ from a reference, on the same text.
 
     - `perplexity`, `reference_perplexity`: `exp` of the mean loss, in nats per token.
     - `kl_mean`, `kl_99_9`: the mean and the 99.9th percentile of the KL divergence from the
@@ -97,7 +97,7 @@ def split_windows(tokenizer: Any, text: str, count: int | None = None) -> np.nda
     - `text`: the text.
     - `count`: the number of windows. None is as many as the text has.
 
-    **Raises:** `ValueError` if the text has fewer tokens.
+    **Raises:** `ValueError` if the text has fewer tokens than the windows need.
     """
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     count = max(len(tokens) // WINDOW, 1) if count is None else count
@@ -120,8 +120,9 @@ def _score_window(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return four arrays with an element for each scored token of a window `int32[1, 512]`.
 
-    The loss of the model, the loss of the reference, the KL divergence, and whether both have the
-    same most likely token.
+    They are the loss of the model, the loss of the reference, the KL divergence from the reference
+    to the model, and whether both have the same most likely token. `reference` has the parameters
+    of the reference, and `params` the parameters of the model.
     """
     # Position i predicts token i + 1.
     scored, targets = slice(WINDOW // 2 - 1, WINDOW - 1), tokens[0, WINDOW // 2 :]

@@ -28,7 +28,7 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The fields of `config.json`. Hashable, so that `jit` can take it as static."""
+    """The fields of `config.json` that the model uses. Hashable, so it can be static in `jit`."""
 
     vocab_size: int
     hidden_size: int
@@ -74,7 +74,10 @@ class LlamaConfig:
 
 
 def _window(entries: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a token attends to, or None if there is no window."""
+    """Return how many tokens a token attends to, or None if it attends to all before it.
+
+    **Raises:** `UnsupportedModelError` if only some of the layers have a sliding window.
+    """
     window, layers = entries.get("sliding_window"), entries["num_hidden_layers"]
     is_qwen = entries["model_type"].startswith("qwen")
     if window is None or (is_qwen and not entries.get("use_sliding_window", False)):
@@ -106,8 +109,9 @@ def _scaling(rope: Mapping[str, Any]) -> tuple[float, float, float, float] | Non
 class KeyValueCache(NamedTuple):
     """The keys and values of the tokens read, with an array for each layer.
 
-    The first axis is all heads of a batch. A row is one token of a head, so a token is written as
-    one piece, which can have its own scale. Products read the matrix of a head without a copy.
+    An array has the shape `[batch * heads, room, width of a head]`, where `room` is the largest
+    number of tokens. A row is one token of a head, so each new token is written as whole rows,
+    which can have their own scales. Products read the matrix of a head without a copy.
     """
 
     keys: tuple[Array, ...]  # [batch * heads, room, width of a head]
@@ -117,7 +121,7 @@ class KeyValueCache(NamedTuple):
 def empty_cache(
     config: LlamaConfig, batch: int, room: int, dtype: Any = jnp.float32
 ) -> KeyValueCache:
-    """Return a cache with room for `room` tokens per text."""
+    """Return a cache of zeros with room for `room` tokens per text, for `batch` texts."""
     shape = batch * config.num_key_value_heads, room, config.head_dim
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
     return KeyValueCache(zeros(), zeros())
@@ -127,7 +131,10 @@ def empty_cache(
 
 
 def logits(params: Params, x: Array) -> Array:
-    """Return the logits of the next token from the result of `hidden`."""
+    """Return the logits of the next token, `[..., vocabulary]`.
+
+    `x` is the hidden state that `hidden` returns, `[..., width]`.
+    """
     return x @ params.get("lm_head.weight", params["model.embed_tokens.weight"]).T
 
 
@@ -139,15 +146,19 @@ def hidden(
     start: Any = 0,
     first: Any = 0,
 ) -> tuple[Array, KeyValueCache]:
-    """Run the layers. Return `[batch, length, width]`, and the cache with the new tokens.
+    """Run the layers on new tokens, which attend to the tokens in the cache and to each other.
 
     **Arguments:**
 
-    - `tokens`: `[batch, length]`.
-    - `cache`: holds the tokens before.
+    - `tokens`: the new tokens, `[batch, length]`.
+    - `cache`: the keys and values of the previous tokens.
     - `start`: the position of the first new token in the cache.
-    - `first`: the position in the cache at which texts begin, a number or `[batch]`. Texts of
-      different lengths end at the same position. Earlier positions are masked.
+    - `first`: the position in the cache at which each text begins, a number or `[batch]`. Texts
+      with different lengths begin at different positions and end at the same one. Positions
+      before `first` are masked.
+
+    **Returns:** the hidden state of each new token, `[batch, length, width]`, and the cache with
+    the new tokens.
     """
     x = params["model.embed_tokens.weight"][tokens]
     written = []
@@ -166,7 +177,7 @@ def hidden(
 
 
 def linear(layer: Params, name: str, x: Array) -> Array:
-    """Multiply by a matrix `[out, in]`, and add a bias if the model has one."""
+    """Multiply `x` by the matrix `[out, in]` called `name` of a layer, and add its bias, if any."""
     y = x @ layer[f"{name}.weight"].T
     bias = layer.get(f"{name}.bias")
     return y if bias is None else y + bias
@@ -175,7 +186,11 @@ def linear(layer: Params, name: str, x: Array) -> Array:
 def attention(
     layer: Params, config: LlamaConfig, x: Array, cache: Sequence[Array], start: Any, first: Any
 ) -> tuple[Array, Array, Array]:
-    """Return the attention of `x`, `[batch, length, width]`, to itself and to the cache."""
+    """Compute the attention of the new tokens `x`, `[batch, length, width]`, to all tokens so far.
+
+    `start` and `first` are as in `hidden`. Return an array like `x`, and the keys and values of
+    the cache of this layer with the new tokens.
+    """
     (keys, values), (batch, length, _) = cache, x.shape
     room, width = keys.shape[1:]
     places = start + jnp.arange(length)
@@ -212,10 +227,12 @@ def attention(
 
 
 def rope_angles(config: LlamaConfig, positions: Array) -> Array:
-    """Return the rotation angles of pairs of features, `[..., width of a head / 2]`.
+    """Return the rotation angles of the pairs of features that RoPE rotates.
 
-    Llama 3.1 slows low frequencies. If the wavelength is longer than the original context, the
-    angle is divided by a factor. Between the `low` and `high` limits it is interpolated.
+    They are `[..., width of a head / 2]` for `positions` `[...]`. Llama 3.1 scales them by
+    `config.rope_scaling = (factor, low, high, context)`. The angle of a pair that needs more than
+    `context / low` positions for one turn is divided by `factor`. A pair that needs fewer than
+    `context / high` positions is unchanged. Between these limits, the frequency is interpolated.
     """
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half) / half)
@@ -236,13 +253,13 @@ def apply_rope(x: Array, angles: Array) -> Array:
 
 
 def swiglu(layer: Params, x: Array) -> Array:
-    """Return a wide layer with gated activations (Shazeer, 2020)."""
+    """Apply the feed-forward block of a layer, whose activations are gated (Shazeer, 2020)."""
     gate, up = linear(layer, "mlp.gate_proj", x), linear(layer, "mlp.up_proj", x)
     return linear(layer, "mlp.down_proj", jax.nn.silu(gate) * up)
 
 
 def norm(scale: Array, x: Array, config: LlamaConfig) -> Array:
-    """Return RMSNorm (Zhang and Sennrich, 2019), computed in f32."""
+    """Apply RMSNorm (Zhang and Sennrich, 2019) along the last axis of `x`, computed in f32."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + config.rms_norm_eps)
     return scale * normed.astype(x.dtype)
@@ -252,16 +269,24 @@ def norm(scale: Array, x: Array, config: LlamaConfig) -> Array:
 
 
 def most_likely(found: Array) -> Array:
-    """Return the most likely token of each text. On CPU, XLA computes it faster than argmax."""
+    """Return the most likely token of each text, from the logits `found` `[batch, vocabulary]`.
+
+    It calls `lax.top_k`, which XLA computes faster than argmax on CPU.
+    """
     return lax.top_k(found, 1)[1][..., 0].astype(jnp.int32)
 
 
 def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p: float) -> Array:
-    """Choose a token of each text by its logits, `[batch, vocabulary]`, and its key.
+    """Choose the next token of each text, from its logits and its random key.
 
-    At a temperature of 0, the token is the most likely one. Otherwise it is sampled from the
-    `top_k` most likely tokens (None is all), and among them from the fewest with a probability of
-    `top_p`.
+    At a temperature of 0, it is the most likely token. Otherwise it is sampled from the `top_k`
+    most likely tokens (None is all), and among them only from the fewest most likely tokens
+    whose probabilities sum to at least `top_p`.
+
+    **Arguments:**
+
+    - `found`: the logits, `[batch, vocabulary]`.
+    - `keys`: a random key per text, `[batch]`.
     """
     if temperature == 0:
         return most_likely(found)
@@ -283,9 +308,13 @@ def read(
     first: Array,
     chunk: int,
 ) -> tuple[Array, KeyValueCache]:
-    """Read prompts in chunks. Return the hidden state of the last token, `[batch, width]`.
+    """Run the layers on prompts, `chunk` tokens at a time.
 
-    Chunks before the beginning of all texts are skipped. The first chunk may overlap the second.
+    `tokens` `[batch, padded]` are padded on the left: each prompt begins at position `first`
+    `[batch]`. Chunks that have only padding are skipped. The first chunk may overlap the second.
+
+    **Returns:** the hidden state of the last token of each prompt, `[batch, width]`, and the cache
+    with the prompts.
     """
     dtype, size = params["model.norm.weight"].dtype, tokens.shape[1]
     chunks = -((first.min() - size) // chunk)
@@ -323,9 +352,13 @@ def generate(
     - `prompt`: `[batch, padded]`. Only the first `length` tokens count.
     - `length`: a number, or a length per text, `[batch]`. It is traced, so other lengths need no
       compilation.
-    - `key`: the key for sampling. The first text samples the same tokens as it would alone.
-    - `cache`: a cache with room for `padded + count` tokens, in any format. None is dense.
-    - `stop`: tokens that end a text. The first one is repeated after the end.
+    - `key`: the random key for sampling. The first text of a batch samples the same tokens as it
+      would alone.
+    - `count`: the number of new tokens per text.
+    - `temperature`, `top_k`, `top_p`: how to choose each token, as in `next_token`.
+    - `cache`: an empty cache with room for `padded + count` tokens, in any format. None makes a
+      dense cache.
+    - `stop`: tokens that end a text. The first one of them fills the result after the end.
     - `show`: called with each column of tokens, `[batch]`, while the loop runs.
     - `chunk`: how many tokens of each prompt are read at once.
 
@@ -370,7 +403,10 @@ def generate(
 
 
 def compile_generate(generate: Callable = generate) -> Callable:
-    """Compile `generate`, once for each padded length and `count`."""
+    """Return `generate` under `jax.jit`. It compiles once per padded length, `count` and options.
+
+    To run quantized parameters, pass `vn.implicit(generate)`.
+    """
     static = "config count temperature top_k top_p stop show chunk".split()
     return jax.jit(generate, static_argnames=static)
 
@@ -387,7 +423,10 @@ def losses(
 
 
 def init(key: Array, config: LlamaConfig) -> dict[str, Array]:
-    """Return random f32 parameters, scaled so that products keep the size of their operand."""
+    """Return random f32 parameters, for tests and benchmarks.
+
+    The matrices are scaled so that products have values about as large as their operand.
+    """
     c, names = config, ("model.embed_tokens.weight", "lm_head.weight")
     grouped, heads = c.num_key_value_heads * c.head_dim, c.num_attention_heads * c.head_dim
     matrices = {"self_attn.q": (heads, c.hidden_size), "self_attn.o": (c.hidden_size, heads)}
