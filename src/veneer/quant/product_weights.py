@@ -32,7 +32,7 @@ PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 def product_axes(
     primitive: str, params: Mapping[str, Any]
 ) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """Return the contracted axes and the batch axes of a product, each for lhs and for rhs.
+    """Return `((lhs contracted, rhs contracted), (lhs batch, rhs batch))`: the axes of a product.
 
     **Arguments:**
 
@@ -55,12 +55,13 @@ Factors = tuple[tuple[Any, int], ...]
 
 
 def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[Factors]:
-    """Return the factors of each axis after a reshape.
+    """Return the factors of each axis of an array after a reshape.
 
-    A factor is a smaller axis that a reshape merged into an axis. It is a pair: an origin, which is
-    a set or a bool, and a size. An axis of size 1 has no factors. If a size is symbolic, or the
-    boundaries of old factors and new axes do not match, a new axis is a single factor, whose origin
-    is the union (`|`) of the origins of all axes that are merged.
+    A factor is a smaller axis that a reshape merged into an axis. It is a pair `(origin, size)`.
+    The caller chooses the origins, which are sets or bools, to track where an axis comes from. An
+    axis of size 1 has no factors. If a size is symbolic, or the boundaries of old factors and new
+    axes do not match, a new axis is a single factor, whose origin is the union (`|`) of the origins
+    of all axes that are merged.
 
     **Arguments:**
 
@@ -86,10 +87,11 @@ def _have_size(factors: Factors, size: int) -> bool:
 
 
 def _take_factors(remaining: list[tuple[Any, int]], size: int) -> Factors | None:
-    """Remove the first factors, whose sizes multiply to `size`, from `remaining`, and return them.
+    """Remove the first factors from `remaining`, and return them. Their sizes multiply to `size`.
 
-    The last factor can be split in two. If no such split exists, or a size is symbolic, clear the
-    list and return None.
+    If the sizes do not match, the last factor that is removed is split in two. If it cannot be
+    split, or a size is symbolic, clear `remaining` and return None. A factor is as in
+    `reshape_factors`.
     """
     taken: list[tuple[Any, int]] = []
     while remaining and isinstance(size, int) and isinstance(remaining[0][1], int) and size > 1:
@@ -110,8 +112,9 @@ def _take_factors(remaining: list[tuple[Any, int]], size: int) -> Factors | None
 
 
 class ProductWeight(ImplicitArray, abstract=True):
-    """A weight, dense or implicit, whose class has its own rules for products.
+    """A base class of weights, dense or implicit, whose class has rules for products.
 
+    An example is `ActivationQuantized`, whose products quantize the other operand.
     Products with activations contract the axes in `contracting`, which are counted from the end. If
     a product contracts other axes, it is part of a derivative, and multiplies by a cotangent.
     Transposes, reshapes and slices keep the class. All other primitives are applied to `array`.
@@ -218,8 +221,9 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.changed(contracting=contracting, factors=all_factors)
 
     def _factors_of(self, axis: int, ndim: int) -> Factors:
-        """Return the factors of `axis`, counted from the front, in a weight of rank `ndim`.
+        """Return the entry of `factors` for an axis of a weight of rank `ndim`, or () without one.
 
+        `axis` is counted from the front.
         `vmap` and `scan` add and remove axes at the front without updating `factors`. For this
         reason, match entries and axes from the end.
         """
@@ -227,14 +231,18 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.factors[index] if self.factors and index >= 0 else ()
 
     def turned_over(self) -> Any:
-        """Return this weight, whose last two axes were just swapped. A subclass can record that."""
+        """Return this weight after a transpose that swapped its last two axes.
+
+        A subclass overrides this method to record the swap.
+        """
         return self
 
     def sums_over(self, axes: Sequence[int]) -> bool:
-        """Return whether a product over `axes` multiplies the weight by activations.
+        """Return whether a product that contracts `axes` multiplies this weight by activations.
 
-        The product must contract all axes in `contracting`. Return False in a user's `custom_jvp`
-        rule, where the other operand can be a tangent.
+        That is True if `axes` include all axes in `contracting`. Other products are part of a
+        derivative. The result is False in a user's `custom_jvp` rule, where the other operand of
+        the product can be a tangent, and if `contracting` is empty.
 
         **Arguments:**
 
@@ -273,6 +281,7 @@ def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
 def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
     """Select one weight of a stack, such as a layer, and return it with its type and companions.
 
+    Companions are arrays that describe the weight, such as scales (see `ProductWeight`).
     For other look-ups, such as embedding rows, return only the rows of `array`.
     """
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
@@ -347,8 +356,9 @@ def _combine(
 ) -> Any:
     """Combine weights into one, whose field `array` is `combine(*arrays)`.
 
-    Each companion of the result is `combine_companions(*companions)`. Drop the `factors` if they
-    differ. Return NotImplemented if other static fields differ.
+    Each companion, such as the scale, becomes `combine_companions(*companions)`. The result has no
+    `factors` if they differ between the weights. Return NotImplemented, which tells the dispatch of
+    `vn.implicit` to use the `array` fields, if other static fields differ.
     """
     first = weights[0]
     if any(_static_fields(w) != _static_fields(first) for w in weights):

@@ -162,8 +162,9 @@ def _cached_active_rules(
 ) -> _ActiveRules:
     """Return an `_ActiveRules` object: the same object for equal arguments.
 
-    A new object would make JAX trace the function again. `function_key` gives each function its
-    own object, because the object stores which rules the function has not matched yet.
+    A new object would make JAX trace the function again. `function_key`, the result of
+    `_function_key`, gives each function its own object, because the object stores which rules the
+    function has not matched yet. `outer` is as in `_ActiveRules`.
     """
     del function_key
     return _ActiveRules(rules, outer)
@@ -183,8 +184,9 @@ class Activation(ImplicitArray):
     """An array that depends on an argument of the function passed to `quantize_products`.
 
     A primitive with an activation as operand runs on the wrapped array, and its result becomes an
-    activation. Rules for products quantize the array first. Because an activation cannot be
-    materialized, a loop carry is an activation in all iterations or in none.
+    activation. A product of two activations first quantizes both, if a `Rule` matches the product.
+    Activations cannot be materialized. Therefore each carry of a loop, such as `scan`, is an
+    activation in all iterations or in none.
     """
 
     default_precedence: ClassVar[int] = 100  # an activation wraps all other types
@@ -226,7 +228,10 @@ def _as_activation(x: Any) -> Any:
 
 
 def _register_product(name: str) -> None:
-    """Register the rule that quantizes both operands of the product primitive `name`."""
+    """Register how `vn.implicit` computes the primitive `name` of two activations.
+
+    If a `Rule` matches the product, both activations are quantized first.
+    """
     primitive = find_primitive(name)
 
     def product(x: Activation, y: Activation, *group_sizes: Any, **params: Any) -> Any:

@@ -26,7 +26,8 @@ def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Cal
     """Return `(parameters, program)`, where `program(parameters, *args)` calls the model.
 
     `model` is a function of `params` and other arguments. If `params` is None, `model` is a
-    callable module, which is also the tree of parameters. Error messages suggest the text `call`.
+    callable module, which is also the tree of parameters. `call` is a text that error messages
+    suggest: the correct call of the public function, such as "observe(model, rules, params=...)".
 
     **Raises:** `TypeError` if the model is not callable, or `params` is missing. `ValueError` if
     the parameters hold no arrays.
@@ -48,9 +49,9 @@ def parameter_trees_and_program(
 ) -> tuple[Sequence[Any], Callable]:
     """Return `(trees, program)`, where `program(trees, *args)` calls the model.
 
-    `trees` is the list `[params]`, or `[model]` if `params` is None. For a `functools.partial`,
-    `trees` holds its function (None if the function is not a module) and its arguments. Error
-    messages suggest the text `call`.
+    `trees` is the list `[params]`, or `[model]` if `params` is None. If `model` is a
+    `functools.partial` and `params` is None, `trees` holds the function of the partial (None if it
+    is not a module) and its bound arguments. `call` is as in `parameters_and_program`.
     """
     if params is not None or not isinstance(model, functools.partial):
         params, program = parameters_and_program(model, params, call)
@@ -115,7 +116,9 @@ def check_batches(batches: Any) -> None:
 
 
 def first_arguments(batches: Any, purpose: str) -> tuple[tuple[Any, ...], Iterator[Any]]:
-    """Return the arguments in the first batch, and an iterator of all batches, with the first one.
+    """Return a pair: the first batch as a tuple of arguments, and an iterator over all batches.
+
+    The iterator also yields the first batch.
 
     **Raises:** `TypeError` if `batches` is a single batch. `ValueError` if `batches` is empty, with
     the text `purpose`, such as "to observe", in the message.
@@ -212,7 +215,7 @@ def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def find_rule(path: str, rules: Sequence[Rule]) -> Rule | None:
-    """Return the first rule that matches a path, or None."""
+    """Return the first rule that matches the path of a parameter, or None."""
     return next((rule for rule in rules if rule.matches(path)), None)
 
 
@@ -225,7 +228,7 @@ def can_be_quantized(leaf: Any) -> bool:
 
 
 def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
-    """Warn of each rule that matches none of the paths."""
+    """Warn of each rule that matches none of the paths of the parameters."""
     for rule in rules:
         if not any(map(rule.matches, paths)):
             warn_user(

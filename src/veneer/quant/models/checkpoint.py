@@ -34,11 +34,17 @@ ANY_WEIGHT = r".*(weight|kernel)"
 
 
 class UnknownAxisError(ValueError):
-    """The error for a tensor whose name does not determine its contracted axis."""
+    """The error for a tensor whose contracted axis is unknown.
+
+    The name ends in neither "weight" nor "kernel", and the selector sets no `tile_axis`.
+    """
 
 
 class TileError(ValueError):
-    """The error for a tile that does not divide an axis of the tensor named `tensor`."""
+    """The error for a tile size that does not divide the contracted axis of a tensor.
+
+    The attribute `tensor` is the name of the tensor.
+    """
 
     def __init__(self, message: str, tensor: str):
         super().__init__(message)
@@ -80,7 +86,10 @@ class Selector:
         return f"{self.stated} {self.regex!r}"
 
     def rule(self, tile_axis: int) -> Rule:
-        """Return the `Rule` for tensors whose contracted axis is `tile_axis`."""
+        """Return this selector as a `Rule`, for tensors whose contracted axis is `tile_axis`.
+
+        The tile size "default" becomes the default tile size of the format.
+        """
         tile: Any = self.tile_size
         if tile == "default":
             tile = None if self.qtype is None else default_tile(self.qtype)
@@ -205,7 +214,10 @@ def plan(
 def find_unselected(
     avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
 ) -> list[str]:
-    """Return the names of tensors that could be quantized, but match no selector."""
+    """Return the names of tensors that can be quantized, but match no selector.
+
+    `avals` maps names to shapes and dtypes. Floating tensors of rank 2 or more can be quantized.
+    """
     return [
         name
         for name, aval in avals.items()
@@ -217,16 +229,20 @@ def find_unselected(
 def describe_adapted(
     avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
 ) -> list[str]:
-    """Return a text for each tensor with an axis that the default tile of `qtype` does not divide.
+    """Describe the tensors whose rule from `plan` differs from the default of the format `qtype`.
 
-    The rules of these tensors have a smaller tile, or the format int8.
+    The default tile size does not divide the contracted axis of these tensors. Their rules have a
+    smaller tile size, or the format int8. Return a list with a text for each of them.
     """
     default = Rule(".*", qtype, tile_size=default_tile(qtype))
     return describe_changed_tiles(dict.fromkeys(rules, default), rules, avals)
 
 
 def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
-    """Return the `Rule` of a selector for one tensor. Errors have the name of the tensor."""
+    """Return the `Rule` by which a selector quantizes the tensor `name`.
+
+    **Raises:** the errors of `plan`. Their messages name the tensor.
+    """
     axis = selector.tile_axis
     if axis is None and name.endswith("weight"):
         axis = CONTRACTING_AXIS["torch"]
@@ -341,7 +357,10 @@ class GroupSummary(NamedTuple):
 
 
 def summarize(outcomes: Iterable[Outcome]) -> list[GroupSummary]:
-    """Return the totals of each group of tensors, in the order of the first tensor of each."""
+    """Return the totals of each group of tensors, in the order of the first tensor of each.
+
+    Tensors are in one group if they have the same format, and their names differ only in numbers.
+    """
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         key = re.sub(r"\d+", "*", outcome.name), outcome.format

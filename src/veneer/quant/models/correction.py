@@ -20,7 +20,10 @@ from .rules import Rule
 
 
 class LowRankAxes(NamedTuple):
-    """The split of the axes of a weight in a `LoraArray`: `[*lead, *in, *out]`."""
+    """How the axes of a weight split into leading, input and output axes: `[*lead, *in, *out]`.
+
+    A low-rank correction has a factor `a` for the input axes and a factor `b` for the output axes.
+    """
 
     in_ndim: int  # the number of input axes
     out_ndim: int  # the number of output axes
@@ -76,6 +79,8 @@ def low_rank_axes(
 
 def quantize_with_correction(array: Any, rule: Rule, axes: LowRankAxes | None) -> Any:
     """Quantize a weight by a rule. If the rule sets `correction_rank`, add a correction.
+
+    `axes` are the input and output axes of the correction. If it is None, there is no correction.
 
     With several `correction_steps`, each step rounds the weight minus the correction of the step
     before (LoftQ, Li et al., arXiv 2310.08659, algorithm 1). The result is the `LoraArray` of the

@@ -34,9 +34,14 @@ def _describe_bits(array: Any) -> str:
 def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
     """Warn of weights that stay dense, because the program uses them in no product or not at all.
 
-    There is no warning for small weights that the program uses. There is none for biases and norm
-    scales either. They are recognized because the results keep only one of their axes, even if
-    several of them are stacked.
+    There is no warning for weights that the program uses and that have fewer than 4,096 values,
+    and none for biases and norm scales. A weight counts as a bias or norm scale if the result of
+    one of its uses keeps at most one axis of the weight.
+
+    **Arguments:**
+
+    - `weights`: a dict from paths to the weights that no product or look-up uses.
+    - `uses`: a dict from paths to the uses of each weight in the program.
     """
     described = [
         f"{path} at {_describe_bits(x)} ({next(iter(uses[path]), 'unused')})"
@@ -52,7 +57,7 @@ def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]
 
 
 def warn_of_conflicting_uses(path: str, uses: Sequence[Use]) -> None:
-    """Warn if two uses of a weight contract different axes."""
+    """Warn if two uses of the weight at `path` contract different axes of the weight."""
     first = uses[0]
     other = next((use for use in uses if use.contracted != first.contracted), None)
     if other is not None:
@@ -65,7 +70,11 @@ def warn_of_conflicting_uses(path: str, uses: Sequence[Use]) -> None:
 def warn_of_only_small(
     weights: Mapping[str, Any], selected: Mapping[str, Rule], qtype: str
 ) -> None:
-    """Warn if all weights are so small that the default rules leave them dense."""
+    """Warn if all weights are so small that the default rules leave them dense.
+
+    `weights` and `selected` are dicts by path: all weights, and the default rules of the weights
+    to quantize. `qtype` is the name of the format that the caller passed instead of rules.
+    """
     if weights and not selected:
         warn_user(
             f"no weight is quantized, because all have fewer than {SMALL:,} values: "
@@ -75,7 +84,10 @@ def warn_of_only_small(
 
 
 def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule]) -> None:
-    """Warn if most values are in weights that no rule matches."""
+    """Warn if most values are in weights that no rule matches.
+
+    `weights` and `selected` are dicts by path: all weights, and the rules of the matched ones.
+    """
     sizes = {path: math.prod(x.shape) for path, x in weights.items()}
     unmatched = [path for path, n in sizes.items() if path not in selected and n >= SMALL]
     num_dense = sum(sizes[path] for path in unmatched)
@@ -93,7 +105,8 @@ def describe_changed_tiles(
 ) -> list[str]:
     """Return a text for each weight whose format or tile in `fitted` differs from `rules`.
 
-    All arguments are dicts by path. The tiles in `fitted` divide the axes of the weights.
+    All arguments are dicts by path. `rules` has the rules before `quantize_tree` fitted them to the
+    weights, and `fitted` has them afterwards: their tiles divide the contracted axes.
     """
     texts = []
     for path, new in fitted.items():
@@ -120,7 +133,10 @@ def _values_per_tile(rule: Rule, array: Any) -> Any:
 
 
 def warn_of_not_rotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Warn of weights that stay unrotated, because an operation would undo their rotation."""
+    """Warn of the weights at `paths`, which are not rotated although their rule sets `rotate`.
+
+    The first use of each of them in the program would undo the rotation.
+    """
     if paths:
         some = some_of([f"{path} ({uses[path][0]})" for path in paths])
         warn_user(
@@ -167,10 +183,11 @@ def warn_of_unchanged(
 def warn_of_hardly_smaller(
     paths: Sequence[str], quantized: Sequence[Any], rules: Mapping[str, Rule], *, has_program: bool
 ) -> None:
-    """Warn of quantized weights that take as many bytes as dense weights.
+    """Warn of quantized weights that take at least as many bytes as the dense weights.
 
-    `quantized` has the new leaf of each path. Without a program and a tile size, also warn if few
-    values share a scale, because `tile_axis` may name the wrong axis.
+    `quantized` has the new leaf of each path. If the rule of a weight has no tile size and
+    `has_program` is False, also warn if few values share a scale. Without a program, the axis in
+    `tile_axis` may be the wrong one.
     """
     large, large_with_correction = [], []
     for path, x in zip(paths, quantized, strict=True):

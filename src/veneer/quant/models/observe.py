@@ -131,18 +131,23 @@ def record(
     decay: float,
     reference: FlatTree | None = None,
 ) -> dict[str, Recording]:
-    """Run a model on batches. Return a dict from the path of each observed weight to its recording.
+    """Run a model on batches, and record the activations that multiply some of its weights.
 
     **Arguments:**
 
-    - `program`: a function of a list of trees, and of the arguments in a batch.
-    - `trees`: trees of parameters.
-    - `axes`: a dict from the path of each weight to observe to the axes that products with
-      activations contract, counted from the end.
-    - `gram`, `decay`: arguments of `Recording`.
+    - `program`: the model, called as `program(trees, *args)` with the arguments of each batch.
+    - `trees`: the parameters of the model, a list of flattened trees.
+    - `axes`: the weights to observe: a dict from the path of each of them to its contracted axes.
+      These are the axes of the weight that products with activations contract, counted from the
+      end.
+    - `batches`: an iterable of batches.
+    - `gram`: also record the second moments `x.T @ x` of the activations `x`.
+    - `decay`: the weight of earlier batches in the exponential average of ranges.
     - `reference`: another version of the first tree, such as the dense weights, or None. `program`
-      gets it as the last tree. For activations `x` of the first tree and `y` of the reference, the
-      products `x.T @ y` are recorded, too.
+      gets it as the last tree, and must run the model with both versions. For activations `x` of
+      the first tree and `y` of the reference, the products `x.T @ y` are recorded, too.
+
+    **Returns:** a dict from the path of each observed weight to its `Recording`.
     """
     run_id, reference_id = next(run_ids), next(run_ids)
     create = partial(Recording, gram=gram, decay=decay, paired=reference is not None)
@@ -167,12 +172,15 @@ def record(
 class ObservedModel:
     """A model that records its activations in Boxes, created by `observe(..., box=vn.hijax.Box)`.
 
+    A Box is a mutable value on the device, which compiled programs can update.
+
     Call this object as the model. If `observe` got `params`, pass `params` first. Each call is
     recorded as one batch. Calls can be compiled, differentiated, in a loop, or in `jax.checkpoint`,
     which does not record the recomputation. `jax.vmap` of a call is not supported: map inside the
     model.
 
-    `boxes` is a dict from the path of each weight to a Box of `Totals`: sums and ranges.
+    The attribute `boxes` is a dict from the path of each observed weight to its Box, which holds
+    `Totals`: sums and ranges of the activations.
     """
 
     boxes: dict[str, Any]
@@ -235,9 +243,11 @@ class ObservedModel:
 def _traced_axes(
     trees: Sequence[Any], program: Callable, rules: Sequence[Rule], args: Sequence[Any]
 ) -> dict[str, Sequence[int]]:
-    """Trace the program for the contracted axes of weights whose rule sets no `tile_axis`.
+    """Trace the program to find the contracted axes of weights whose rule sets no `tile_axis`.
 
-    Return a dict from paths to axes. It is empty if the program cannot be traced.
+    `args` are the arguments of the first batch. Return a dict from the paths of these weights to
+    the axes that the first product or look-up contracts, counted from the end. The dict is empty if
+    the program cannot be traced, for example because a Python `if` depends on values.
     """
     weight_path = lambda path: path.split(".", 1)[-1]  # without the index of the tree
 
@@ -261,7 +271,8 @@ def _observed_axes(
 ) -> dict[str, tuple[int, ...]]:
     """Return a dict from the path of each weight to observe to its contracted axes.
 
-    `traced` is a dict from paths to axes. For other paths, use the `tile_axis` of the rule.
+    The weights to observe have a rule with a `qtype` or an `act_qtype`. `traced` is the result of
+    `_traced_axes`. The axes of a weight that is not in `traced` are the `tile_axis` of its rule.
     """
     axes: dict[str, tuple[int, ...]] = {}
     for paths, leaves, _ in trees:
@@ -286,8 +297,14 @@ def _observe_trees(
 ) -> tuple[list[Any], dict[str, Recording]]:
     """Replace the weights at the paths in `axes` by `ObservedWeight`s.
 
-    **Returns:** the new trees, and a dict from paths to recordings. Each recording is created by
-    `create(shape, axes)`.
+    **Arguments:**
+
+    - `trees`: flattened trees of parameters.
+    - `axes`: a dict from the path of each weight to observe to its contracted axes.
+    - `run_id`: the number of this run, by which the callbacks find the recordings.
+    - `create`: a function that creates a `Recording` from the shape of a weight and its axes.
+
+    **Returns:** a pair: the new trees, and a dict from paths to recordings.
     """
     recordings: dict[str, Recording] = {}
     observed = []
@@ -308,9 +325,11 @@ def _observe_trees(
 
 
 def statistics_of(recordings: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
-    """Return the statistics of recordings, by path, and warn of recordings without activations.
+    """Return a dict from the path of each weight to the statistics of its recording.
 
-    **Raises:** `ValueError` if no recording has activations.
+    Warn of weights whose recording has no activations, and leave them out.
+
+    **Raises:** `ValueError` if there are no recordings, or no recording has activations.
     """
     if not recordings:
         raise ValueError(
@@ -324,7 +343,11 @@ def statistics_of(recordings: Mapping[str, Recording]) -> dict[str, ActivationSt
 def split_recordings(
     recordings: Mapping[str, Recording],
 ) -> tuple[dict[str, ActivationStatistics], dict[str, str]]:
-    """Return two dicts by path: statistics, and for other weights the reason why they have none."""
+    """Return a pair of dicts by path: statistics, and reasons for missing statistics.
+
+    Each weight is in one of them. The second dict has the weights without activations, with a text
+    that gives the reason.
+    """
     statistics = {path: x.statistics() for path, x in recordings.items() if x.has_activations}
     missing = {p: x.explain_missing() for p, x in recordings.items() if not x.has_activations}
     return statistics, missing
@@ -333,7 +356,8 @@ def split_recordings(
 def warn_of_missing(missing: Mapping[str, str], *, is_all: bool) -> None:
     """Warn of weights without activations. `missing` is a dict from their paths to reasons.
 
-    **Raises:** `ValueError` instead, if `is_all` says that no other weight has activations.
+    **Raises:** `ValueError`, instead of the warning, if `is_all` is True: no weight of the model
+    has activations.
     """
     described = [f"{path} ({why})" for path, why in missing.items()]
     message = f"no activations were recorded for {some_of(described)}"

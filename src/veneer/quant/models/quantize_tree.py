@@ -150,9 +150,10 @@ def quantize_tree(
 
 
 class ChosenRules(NamedTuple):
-    """A flattened tree of parameters, and the rules for its leaves.
+    """A flattened tree of parameters, and the rules for its leaves: the result of `choose_rules`.
 
-    With a program, the `tile_axis` of each rule holds the axes that products contract.
+    If `choose_rules` got a program, the `tile_axis` of each rule holds the axes of the weight that
+    products contract. Otherwise `tile_axis` is unchanged.
     """
 
     paths: Sequence[str]
@@ -190,7 +191,8 @@ class ChosenRules(NamedTuple):
     def product_axes(self, rules: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:
         """Return a dict from the path of each weight in `rules` to the axes its products contract.
 
-        Weights without a format, and weights that no product uses, are left out.
+        The axes are counted from the end. Weights whose rule has no format, and weights that no
+        product uses, are left out.
         """
         ndims = {path: leaf.ndim for path, leaf in zip(self.paths, self.leaves, strict=True)}
         return {
@@ -202,7 +204,7 @@ class ChosenRules(NamedTuple):
     def replace_leaves(self, quantize: Callable[[str, Any, Rule], Any]) -> Any:
         """Return the tree with each leaf that has a rule replaced by `quantize(path, leaf, rule)`.
 
-        Warn of results that are hardly smaller than the leaves.
+        Warn of results that take as many bytes as the dense leaves.
         """
         new = [
             quantize(path, leaf, self.rules[path]) if path in self.rules else leaf
@@ -281,10 +283,13 @@ def choose_rules(
 def _rules_of_quantized(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule], *, has_program: bool
 ) -> dict[str, Rule]:
-    """Return rules, by path, for leaves that are a `QArray`, to quantize only activations.
+    """Return the rules for leaves that are already a `QArray`, as a dict from paths to rules.
 
-    If a rule has no `tile_axis` and there is no program, its `tile_axis` becomes the axes along
-    which the values of the `QArray` share a scale.
+    These rules have an `act_qtype` and no `qtype`, so they quantize only the activations. If such a
+    rule has no `tile_axis` and `has_program` is False, its `tile_axis` becomes the axes along which
+    values of the `QArray` share a scale.
+
+    **Raises:** `ValueError`, with the path, if values share a scale along all axes or along none.
     """
     chosen = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -310,11 +315,19 @@ def _fit_to_uses(
     uses: Mapping[str, Sequence[Use]],
     fit: Callable[..., Rule],
 ) -> dict[str, Rule]:
-    """Set `tile_axis` in each rule without one to the axes that products of the weight contract.
+    """Fit the rules without a `tile_axis` to the axes that the first use of the weight contracts.
 
-    `fit(rule, contracted, shape)` returns the new rule. The other arguments are dicts by path. Warn
-    of weights that no product contracts: they get no rule. Warn of weights that a rule rotates, if
-    an operation would undo the rotation: they are not rotated.
+    **Arguments:**
+
+    - `rules`, `weights`, `uses`: dicts from paths to rules, weights, and the uses of the weights.
+    - `fit`: a function that is called as `fit(rule, contracted, shape)`, and returns a copy of the
+      rule with `tile_axis` and `tile_size` for these axes.
+
+    **Returns:** a dict from paths to rules. It leaves out weights that no product or look-up uses,
+    with a warning. If a use of a weight would undo the rotation that its rule sets, the returned
+    rule does not rotate, with a warning.
+
+    **Raises:** `ValueError`, with the path, if `fit` rejects the shape.
     """
     fitted, unused = {}, {}
     for path, rule in rules.items():
@@ -344,7 +357,10 @@ def _fit_to_uses(
 
 
 def _check_products(rules: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Raise `ValueError` if no product contracts a weight whose rule has a format."""
+    """Raise `ValueError` if no product contracts a weight whose rule has a format.
+
+    `rules` and `uses` are dicts by path. The message lists the weights of both groups.
+    """
     with_format = [path for path, rule in rules.items() if rule.has_format]
     in_products = [
         path
@@ -368,10 +384,11 @@ def check_rules(
     calibrated: bool = False,
     statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> None:
-    """Raise `ValueError` if the caller does not support an option of a rule.
+    """Raise `ValueError` if the calling function does not support an option of a rule.
 
-    `train` and `statistics` are arguments of `quantize_tree`. `calibrated` is True if the caller is
-    `calibrate`, and not `quantize_tree`. Warn if no rule needs the statistics.
+    `train` and `statistics` are arguments of `quantize_tree`. `calibrated` is True if the calling
+    function is `calibrate`, and not `quantize_tree`. Warn if `statistics` are given, but no rule
+    has a static `act_range`, which needs them.
     """
     for rule in rules:
         training_option = next((x for x in TRAINING_OPTIONS if getattr(rule, x) is not None), None)

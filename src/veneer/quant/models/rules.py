@@ -32,7 +32,7 @@ TRAINING_OPTIONS = ("grad_qtype", "grad_input", "grad_weight", "sparsity")
 
 
 class RoundingMethod(NamedTuple):
-    """A method by which `calibrate` rounds a weight."""
+    """A method by which `calibrate` rounds a weight: an entry of `ROUNDING_METHODS`."""
 
     factors: str | None = None  # the method that chooses factors per channel before rounding
     compensates: bool = False  # whether each code compensates the errors of earlier codes (GPTQ)
@@ -49,7 +49,7 @@ ROUNDING_METHODS = {
 
 
 def get_method(name: str) -> RoundingMethod:
-    """Return the rounding method of a name, or raise `ValueError` if the name is unknown."""
+    """Return an entry of `ROUNDING_METHODS`, or raise `ValueError` if it has no such name."""
     if name not in ROUNDING_METHODS:
         known = ", ".join(ROUNDING_METHODS)
         raise ValueError(f"unknown method {name!r}; it must be one of {known}")
@@ -256,6 +256,8 @@ class Rule:
     def contracting(self, ndim: int) -> tuple[int, ...]:
         """Return `tile_axis` as a tuple of axes counted from the end, for an array of rank `ndim`.
 
+        If `tile_axis` is None, return `(-2,)`.
+
         **Raises:** `ValueError` if an axis is out of range or named twice.
         """
         axes = tuple(map(int, self._tile_axes()))
@@ -306,9 +308,9 @@ class Rule:
         return dataclasses.replace(self, tile_axis=ordered, tile_size=by_axis)
 
     def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Return two arguments of `vn.quant.quantize`, as `(channelwise_axes, tiled_axes)`.
+        """Return the pair `(channelwise_axes, tiled_axes)`, arguments of `vn.quant.quantize`.
 
-        `shape` is the shape of the weight.
+        They say along which axes of a weight of shape `shape` the scales of this rule differ.
 
         **Raises:** `ValueError` if an axis is out of range or named twice.
         """
@@ -415,10 +417,11 @@ SMALLEST_TILE = 8
 
 
 def split_tile(shape: Sequence[int], tile: int) -> list[int]:
-    """Return a tile size for each axis of `shape`, which divides this axis.
+    """Return a shape of about `tile` values, in which each size divides the same axis of `shape`.
 
-    The sizes multiply to about `tile`, and never to more. The tile extends along one axis. If a
-    tile along several of the last axes has more values, it extends along those.
+    The result is the shape of a tile, the values that share a scale. It never has more than `tile`
+    values. It extends along one axis, and has size 1 along the others. But if a tile along several
+    of the last axes has more values, that tile is returned.
 
     >>> from veneer.quant.models.rules import split_tile
     >>> split_tile((8, 64), 32), split_tile((8, 64), 128), split_tile((64, 3, 3), 32)

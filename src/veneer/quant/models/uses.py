@@ -45,7 +45,8 @@ Axes = frozenset[int]  # axes of a weight in the tree of parameters, counted fro
 class Use(NamedTuple):
     """A place in a program where a primitive, such as a product, has a weight as an operand.
 
-    Axes that are neither contracted nor free are batch axes, or axes that stack several weights.
+    All axes are axes of the weight, counted from the end. Axes that are neither in `contracted` nor
+    in `free_axes` are batch axes, or axes that stack several weights.
     """
 
     primitive: str  # its name, or "return" if the program returns the weight
@@ -60,7 +61,7 @@ class Use(NamedTuple):
 
     @property
     def has_axes(self) -> bool:
-        """True for a product or a look-up whose `contracted` has at least one axis."""
+        """True if this is a product or a look-up, and `contracted` is not empty."""
         return bool(self.contracted) and (self.is_product or self.primitive == LOOK_UP)
 
     def __str__(self) -> str:
@@ -172,11 +173,12 @@ _uses_by_trace: dict[int, dict[str, list[Use]]] = {}  # by the number of a trace
 
 
 class TrackedAxes(NamedTuple):
-    """The axes of a weight from which each axis of a computed array comes.
+    """For an array computed from a weight: the axes of the weight that its axes come from.
 
-    Each axis of the array has factors: `(origins, size)` pairs, whose sizes multiply to the size of
-    the axis. `origins` is a set of axes of the weight, counted from the end. If a reshape
-    merges two axes of the weight, the new axis has two factors.
+    An example of such an array is the transposed or reshaped weight. Each axis of the array has
+    factors: `(origins, size)` pairs, whose sizes multiply to the size of the axis. `origins` is a
+    set of axes of the weight, counted from the end. If a reshape merges two axes of the weight, the
+    new axis has two factors.
     """
 
     path: str  # of the weight
@@ -188,6 +190,7 @@ class TrackedAxes(NamedTuple):
     def origins(self, axes: Collection[int], ndim: int) -> Axes:
         """Return the axes of the weight, counted from the end, that axes of the array come from.
 
+        The array is the one that this object describes.
         `axes` are the axes of the array, counted from the front. `ndim` is its rank.
         """
         factors = itertools.chain(*(self._factors_of(axis, ndim) for axis in axes))
@@ -214,9 +217,10 @@ class TrackedAxes(NamedTuple):
         return self.factors[index] if index >= 0 else ()
 
     def _resized_factors(self, axis: int, ndim: int, size: int) -> Factors:
-        """Return the factors of an axis that has the size `size`.
+        """Return the factors of an axis of the array, whose new size is `size`.
 
-        Merge the factors into one if their sizes do not multiply to `size`, as after a slice.
+        `axis` and `ndim` are the index of the axis and the rank of the array. Merge the factors
+        into one if their sizes do not multiply to `size`, as after a slice.
         """
         factors = self._factors_of(axis, ndim)
         if math.prod(n for _, n in factors) == size:
@@ -225,7 +229,10 @@ class TrackedAxes(NamedTuple):
 
 
 class TrackedWeight(ProductWeight):
-    """A weight, or a concatenation of weights, that records the primitives that use it."""
+    """A weight, or a concatenation of weights, that records the primitives that use it.
+
+    `find_uses` passes it to the traced program. `trace_id` is the number of that trace.
+    """
 
     array: Any
     contracting: tuple[int, ...] = static()  # always empty, because `tracked_axes` has the axes
@@ -234,14 +241,14 @@ class TrackedWeight(ProductWeight):
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedWeight":
-        """Update the origins of all axes after a transpose, slice or broadcast.
+        """Return a copy with new `tracked_axes`, after a transpose, slice or broadcast.
 
         `places[i]` lists the new axes that replace axis `i`. `shape` is the new shape.
         """
         return self.changed(tracked_axes=tuple(x.moved(places, shape) for x in self.tracked_axes))
 
     def with_reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
-        """Update the origins of all axes (`tracked_axes`) after a reshape to the shape `sizes`."""
+        """Return a copy with new `tracked_axes`, after a reshape to the shape `sizes`."""
         new = (axes.reshaped(self.shape, sizes) for axes in self.tracked_axes)
         return self.changed(tracked_axes=tuple(new))
 
@@ -250,9 +257,11 @@ class TrackedWeight(ProductWeight):
     ) -> None:
         """Record that a primitive uses the weight.
 
-        `contracted` and `batch` are the axes of a product, counted from the front. If the array is
-        the result of a look-up, record the look-up instead, unless the primitive is a product that
-        uses two or more axes of the weight. Then the look-up selected a layer from a stack.
+        `contracted` and `batch` are the axes of this array that a product contracts and its batch
+        axes, counted from the front. If this array is the result of a look-up, as of rows of an
+        embedding, record the look-up instead. But if the primitive is a product in which two or
+        more axes of the weight are left, the look-up only selected a layer from a stack. Then the
+        product is recorded.
         """
         line = user_line()
         kept = [axis for axis in range(self.ndim) if axis not in batch]
@@ -304,9 +313,10 @@ def _product_axes(
 
 @register("gather")
 def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
-    """Index a weight, and add the indexed axes to `looked_up`, without recording a use.
+    """Index a weight without recording a use, and add the indexed axes to its `looked_up` axes.
 
-    The result can be an embedding row, a layer or an expert. `record_use` tells them apart.
+    The result can be a row of an embedding, or a layer or an expert of a stack. When a primitive
+    uses the result, `record_use` decides which one it is.
     """
     bind = find_primitive("gather").bind
     array = redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
@@ -380,8 +390,9 @@ def default_rules(
     | embeddings and heads | `qtype`, or int8 with a scale per row if `qtype` has fewer bits |
     | fewer than 4,096 values, or not in a product | dense |
 
-    A head is a weight whose products have as many outputs as an embedding has rows: the size of
-    the vocabulary. If a product contracts as many values, this size is only a width of the model.
+    A head is a weight whose product has as many outputs as an embedding has rows, which is the size
+    of the vocabulary. But if any product contracts axes of that size, the size is only a width of
+    the model, and the weight is not a head.
 
     The rules have no `tile_axis`. `fit_default_rule` sets it later.
 

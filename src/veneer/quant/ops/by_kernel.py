@@ -223,10 +223,11 @@ def _activation_candidates(
 def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     """Return how kernels decode the codes of a format, or None if no kernel reads these codes.
 
-    **Returns:** a pair: the `Codes`, and an offset that is subtracted from the decoded values.
-    Kernels also subtract the offset from zero points, so the result is the same. The offset is half
-    the range for unsigned codes of fewer than 8 bits with a zero point, because smaller values
-    round less in float sums. Otherwise it is 0.
+    **Returns:** a pair. The first entry is a `Codes`, the description of the codes for kernels. The
+    second is an offset that is already subtracted from the values in `Codes`. Pass it to kernels in
+    the `MatmulProblem`: they also subtract it from zero points, so the product is the same. The
+    offset is half the range for unsigned codes of fewer than 8 bits with a zero point, because
+    smaller values round less in float sums. Otherwise it is 0.
     """
     format = get_format(qtype)
     if format.bits == 8:
@@ -346,6 +347,8 @@ def _as_rows(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> j
 @dataclasses.dataclass(frozen=True)
 class ProductByXla:
     """A hashable function that computes a product with XLA, on platforms without a kernel.
+
+    The primitive of the kernel calls it there with the operands and the problem of the kernel.
 
     **Arguments:**
 

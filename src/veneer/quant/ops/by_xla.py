@@ -102,8 +102,8 @@ def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
 def plan_codes(product: QuantizedProduct) -> Plan | None:
     """Return a plan that multiplies the codes of both operands, and applies scales to the sums.
 
-    Return None if XLA cannot multiply the codes. If scales vary along the contracted axes, each
-    tile is summed and scaled separately.
+    If scales vary along the contracted axes, each tile is summed and scaled separately. Return None
+    if XLA cannot multiply the codes: see `find_code_product`.
     """
     code_product = find_code_product(product)
     if code_product is None:
@@ -394,8 +394,9 @@ def _multiply_tiles(product: QuantizedProduct, tile_sizes: Shape) -> jax.Array:
 def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
     """Return a scale or zero point with a new first axis, which has one entry per tile.
 
-    `axes` are the contracted axes, which have size 1 in the result. `counts` has the number of
-    tiles along each of them. The size of `scale` along these axes divides the number of tiles.
+    The tiles are the parts in which a product sums the contracted axes `axes`. `counts` has the
+    number of tiles along each of these axes. In the result, these axes have size 1. The size of
+    `scale` along them must divide the number of tiles.
     """
     leaf = jnp.asarray(scale)
     for axis, count in zip(axes, counts, strict=True):
@@ -413,9 +414,10 @@ def _slice_tile(
     scale: jax.Array,
     zero_point: jax.Array | None,
 ) -> QArray:
-    """Return one tile of an operand, with its scale and zero point.
+    """Return one tile of an operand as a QArray with the given `scale` and `zero_point`.
 
-    `index` and `tiles` have the index of the tile and the size of a tile along each of `axes`.
+    `axes` are the contracted axes of `q`, which are cut into tiles. `index` has the index of the
+    tile along each of these axes, and `tiles` has the size of a tile.
     """
     packed = jnp.asarray(q.packed)
     if not jnp.issubdtype(packed.dtype, jnp.integer):

@@ -223,9 +223,11 @@ _Codes = tuple[jax.Array, jax.Array | None]
 
 
 def _sum_integers(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) -> jax.Array:
-    """Convolve integer codes minus zero points, in `dtype`.
+    """Convolve integer codes minus zero points, and return the sums in `dtype`.
 
-    The sums are multiplied by the `code_factor` of each operand, a power of two.
+    The sums are multiplied by the `code_factor` of each operand, a power of two that keeps the
+    result small. Scale it with the `outer_scale` of each operand.
+
     The convolution runs in int8 if the platform supports that and computes it fast. Otherwise it
     runs in f32, with so few input features at a time that the sums are exact.
     """
@@ -290,7 +292,11 @@ def _subtract_zero_point(codes: jax.Array, zero_point: jax.Array | None) -> jax.
 def _convolve_by_features(
     lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], step: int, dtype: Any
 ) -> jax.Array:
-    """Convolve in f32, `step` input features of each group at a time. Add the sums in `dtype`."""
+    """Convolve in f32, `step` input features of each group at a time, and add the sums in `dtype`.
+
+    With few features at a time, each f32 sum of integers is exact. A group is one of the
+    `feature_group_count` groups of the convolution.
+    """
     _, lhs_axis, *_ = params["dimension_numbers"].lhs_spec
     _, rhs_axis, *_ = params["dimension_numbers"].rhs_spec
     features = rhs.shape[rhs_axis]

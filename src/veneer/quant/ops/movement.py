@@ -110,7 +110,10 @@ def _slice_axis(x: Leaf, axis: int, start: Any, size: int = 1) -> jax.Array:
 
 
 def _slice_entry(q: QArray, axis: int, index: Any) -> QArray:
-    """Slice one entry of an axis, which then has size 1. The index can be traced."""
+    """Slice the entry `index` of an axis of a QArray. The axis gets size 1.
+
+    The index can be a tracer.
+    """
     entry = _keep_one_scale(q, axis, index // q.tile_shape[axis])
     if not _is_packed(q, [axis]):
         return entry.changed(packed=_slice_axis(entry.packed, axis, index))

@@ -93,12 +93,18 @@ def can_scale_output(
 
 
 def accumulator(out_dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype in which to sum: at least f32, so that a 16-bit result is rounded once."""
+    """Return the dtype in which to sum a product whose result has `out_dtype`.
+
+    It is at least f32, so that a 16-bit result is rounded only once, at the end.
+    """
     return jnp.promote_types(out_dtype, jnp.float32)
 
 
 def _code_exponent(format: Format) -> int:
-    """Return an exponent e, so that the codes of a format divided by `2**e` are below 4."""
+    """Return an exponent e, so that the codes of a format divided by `2**e` are below 4.
+
+    Sums of such codes rarely overflow.
+    """
     largest = max(map(abs, format.value_range))
     return math.floor(math.log2(largest)) - 1 if largest > 2 else 0
 
@@ -157,8 +163,9 @@ def has_int8_zero_point(q: QArray) -> bool:
 
 
 def code_factor(q: QArray) -> float:
-    """Return the power of two that codes are multiplied by, so that products do not overflow.
+    """Return a power of two to multiply the codes of `q` by, so that products do not overflow.
 
+    The result must then be scaled by `outer_scale(q)` instead of `q.scales()`:
     `(codes * code_factor(q)) * outer_scale(q)` equals `codes * q.scales()`.
     """
     return 2.0 ** -_code_exponent(q.format)
@@ -170,9 +177,11 @@ def outer_scale(q: QArray) -> jax.Array:
 
 
 def multiply_by_scale(x: jax.Array, scale: jax.Array, axes: Mapping[int, int]) -> jax.Array:
-    """Multiply an array by the scale of another operand, in the dtype of the array.
+    """Multiply `x`, an operand of a product, by the scale of the other operand.
 
-    `axes` maps axes of the scale to axes of `x`. The scale must have size 1 along its other axes.
+    The result has the dtype of `x`. `axes` maps the axes of the scale along which it varies, such
+    as contracted axes, to the matching axes of `x`. The scale must have size 1 along its other
+    axes.
     """
     scale_axes = sorted(axes, key=axes.__getitem__)  # in the order of the axes of x
     other_axes = [axis for axis in range(scale.ndim) if axis not in axes]

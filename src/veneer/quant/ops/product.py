@@ -100,7 +100,7 @@ class QuantizedProduct:
         preferred_element_type: DTypeLike | None = None,
         out_sharding: Any = None,
     ) -> "QuantizedProduct":
-        """Return the product for the arguments of `dot_general`."""
+        """Return the `QuantizedProduct` of the arguments of `dot_general`."""
         numbers = DotDimensionNumbers.from_lax(dimension_numbers)
         operands = operand_pair(lhs, rhs, precision, preferred_element_type)
         # The type of each dense operand. `aval` is called once, because it computes the shape.
@@ -124,7 +124,7 @@ class QuantizedProduct:
     def replace(
         self, lhs: Operand, rhs: Operand, dtype: DTypeLike | None = None
     ) -> "QuantizedProduct":
-        """Return a product of other operands, with the same parameters.
+        """Return a `QuantizedProduct` of other operands, with the same axes and precision.
 
         `dtype` is the new `preferred_element_type`. None keeps the current one.
         """
@@ -235,7 +235,11 @@ def first_plan(product: QuantizedProduct, strategies: Sequence[Strategy]) -> Pla
 
 
 def execute(plan: Plan) -> jax.Array:
-    """Execute a plan in a rule of `vn.implicit`, report its description, and return the result."""
+    """Compute the product of a plan, and report the description of the plan to `vn.explain`.
+
+    Call this function in a rule of `vn.implicit`. A derivative dequantizes the operands again,
+    instead of keeping dense operands in memory.
+    """
     compute = plan.compute
     leaves = jax.tree.leaves(plan.operands)
     if not plan.kernels_for and any(isinstance(x, jax.core.Tracer) for x in leaves):

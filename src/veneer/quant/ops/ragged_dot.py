@@ -472,19 +472,22 @@ def _cut_rows(group_sizes: jax.Array, total_rows: int, size: int) -> _RowTiles:
 
 
 def _unpack_up_to(x: Any, axis: int) -> Any:
-    """Return `x` with one code per byte if its codes are packed along `axis` or an earlier axis.
+    """Return an operand that can be indexed along `axis`: unpack its codes if necessary.
 
-    The codes of the result can be indexed along `axis`. All other arrays are returned unchanged.
+    If `x` is a QArray whose codes are packed along `axis` or an earlier axis, the result has one
+    code per byte. All other operands are returned unchanged.
     """
     is_packed = isinstance(x, QArray) and x.packing and x.packing.axis + x.ndim <= axis
     return x.unpacked() if is_packed else x
 
 
 def _take(x: Operand, axis: int, index: jax.Array, skip: int = 0) -> list[jax.Array]:
-    """Take entries along an axis from the leaves of an operand.
+    """Take entries along an axis from the leaves of an operand, such as its codes and scales.
 
     **Arguments:**
 
+    - `x`: a dense array or a QArray.
+    - `axis`: the axis of the dense array. Leaves with one entry per tile are indexed by tile.
     - `index`: the indices, of rank 1 or 2. Indices out of bounds give finite values.
     - `skip`: the number of leaves to skip. With 1, the codes of a QArray are skipped.
 

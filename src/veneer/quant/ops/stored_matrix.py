@@ -27,7 +27,8 @@ class StoredMatrix(NamedTuple):
 
     **Arguments:**
 
-    - `operands`: the arrays of the weight. The fields for arrays of activations are None.
+    - `operands`: the arrays of the weight, as arguments of a kernel. Its fields for the arrays of
+      activations are None.
     - `columns`: the number of codes in a row, before packing.
     - `contracting`: the axis of each matrix that a product sums over, "rows" or "columns".
     - `qtype`: the format of the codes.
@@ -55,7 +56,10 @@ class DequantizeScales:
     count: int
 
     def __call__(self, packed: jax.Array, outer_scale: jax.Array) -> jax.Array:
-        """Return the scales in f32, given their stored codes and the scale of these codes."""
+        """Return the scales in f32, computed from quantized scales.
+
+        `packed` has the stored codes of the scales, and `outer_scale` the scales of these codes.
+        """
         packing = None if self.qtype == "int8" else Packing(-1, self.count)
         return QArray.from_packed(
             packed, outer_scale, qtype=self.qtype, packing=packing, dense_dtype="float32"

@@ -111,7 +111,10 @@ class BackwardProduct:
 
 
 def describe_call(options: Any) -> str:
-    """Return the call that creates a dataclass, without keywords that have their defaults."""
+    """Return the call that creates `options`, a dataclass, as a text.
+
+    Keywords that have their default values are left out.
+    """
     arguments = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -129,10 +132,14 @@ Sparsity = tuple[int, int] | tuple[int, int, int]
 
 
 def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
-    """Convert a sparsity that a user passes to a tuple of integers.
+    """Convert the `sparsity` that a user passes to a tuple `(n, m)` or `(n, m, block)`.
 
-    **Raises:** `TypeError` if `sparsity` is not two or three integers. `ValueError` if a number is
-    out of range, or if the format `qtype` has no code for 0. Without quantization, `qtype` is None.
+    `(n, m)` keeps the n largest of each m neighboring weights. `(n, m, block)` keeps n of each m
+    blocks of `block` neighbors. If `block` is 1, return `(n, m)`.
+
+    **Raises:** `TypeError` if `sparsity` is not two or three integers. `ValueError` if n, m or
+    `block` is out of range, or if the format `qtype` of the weight has no code for 0. `qtype` is
+    None if the weight is not quantized.
     """
     try:
         n, m, *rest = map(operator.index, sparsity)
@@ -152,12 +159,15 @@ def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
 
 
 def group_size(sparsity: Sparsity) -> int:
-    """Return the number of weights per group: `m`, or `m * block` if sparsity has blocks."""
+    """Return the number of weights per group: m for `(n, m)`, and m * block for `(n, m, block)`."""
     return sparsity[1] * (sparsity[2] if len(sparsity) == 3 else 1)
 
 
 def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
-    """Raise `ValueError` if the size of a group does not divide the axis `axis` of `shape`."""
+    """Raise `ValueError` if the group size of a sparsity does not divide an axis of a weight.
+
+    `shape` is the shape of the weight, and `axis` the axis with the groups, counted from the front.
+    """
     size = group_size(sparsity)
     if shape[axis] % size:
         raise ValueError(
@@ -167,10 +177,12 @@ def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
 
 
 def sparsity_mask(w: jax.Array, sparsity: Sparsity, axis: int) -> jax.Array:
-    """Return a mask of the shape of `w`, True for the n largest of each m neighbors along `axis`.
+    """Return a mask of the shape of the weight `w`, True for the weights that a sparsity keeps.
 
-    Weights are compared by magnitude, and blocks by the sum of the magnitudes. NaN is the largest.
-    Among equal weights or blocks, the first are kept, as in `NMSparse.prune`.
+    A sparsity `(n, m)` keeps the n largest of each m neighbors along `axis`, and `(n, m, block)`
+    the n largest of each m blocks of `block` neighbors. Weights are compared by magnitude, and
+    blocks by the sum of the magnitudes. NaN is the largest. Among equal weights or blocks, the
+    first are kept, as in `NMSparse.prune`.
     """
     n, m = sparsity[:2]
     block = group_size(sparsity) // m
