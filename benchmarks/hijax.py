@@ -5,7 +5,8 @@
 Prints three tables:
 
 - the time to trace a transformer of 12 layers: with dense weights while high types are on, and with
-  LoRA weights, compared with the same model written by hand
+  LoRA weights, compared with the same model written by hand. Then the time of dense code that JAX
+  calls through wrappers of high types: 30 calls of `relu`, and 20 scans
 - the time of a call with implicit arguments or results, compared with a call on their leaves
 - the time of a call that writes a `Box`, compared with a function that returns the new value
 
@@ -56,7 +57,28 @@ def tracing() -> list[Claim]:
             side = Side(f"{name}, {weights} weights, high types on", thunk, within=vn.hijax.enabled)
             claims.append(Claim(side, other, target))
         claims.append(Claim(Side(f"{name}, LoRA weights, `vn.implicit`", implicit), hand))
+    for name, thunk in (
+        ("30 `relu`, dense, traced", traced(relus, jnp.ones(8))),
+        ("30 `relu`, dense, eager", lambda: relus(jnp.ones(8))),
+        ("20 scans, dense, traced", traced(scans, jnp.ones(8))),
+    ):
+        side = Side(f"{name}, high types on", thunk, within=vn.hijax.enabled)
+        claims.append(Claim(side, Side("high types off", thunk)))
     return claims
+
+
+def relus(x: jax.Array) -> jax.Array:
+    """Call a function with a custom derivative 30 times."""
+    for _ in range(30):
+        x = jax.nn.relu(x)
+    return x
+
+
+def scans(x: jax.Array) -> jax.Array:
+    """Run 20 short scans, each with a new body."""
+    for _ in range(20):
+        x, _ = jax.lax.scan(lambda carry, _: (carry * 1.5, None), x, None, length=3)
+    return x
 
 
 def calls() -> list[tuple[Claim, int]]:
