@@ -23,8 +23,8 @@ from support.optional import needs
 
 import veneer as vn
 from veneer import cli
-from veneer.cli.formats import FORMAT_COSTS, MORE_FORMATS
 from veneer.cli.program import COMMANDS, EXAMPLES
+from veneer.cli.quantize import FORMAT_COSTS, MORE_FORMATS
 from veneer.files.folder import FolderWriter
 from veneer.files.gguf import write_gguf
 from veneer.quant.models.uses import default_tile

@@ -2,7 +2,6 @@
 
     program     the program `veneer`: its commands, its help, its errors and its exit codes
     shared      what several commands use: options, errors, tables and JSON
-    formats     the table of formats in the help of `veneer quantize`
     quantize, inspect, convert, chat, compare, plan, demo, doctor      one command per module
 
 A module of a command has a function `run`, whose parameters are the options, and a `COMMAND` with
