@@ -128,7 +128,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _suggest(name: str) -> str:
-    """Return a hint if a public module has a name, or if a name has a British spelling here."""
+    """Return the end of the error for a missing attribute `name` of `vn`: a hint, or "".
+
+    There is a hint if a public module has an attribute with this name, and for "materialize", which
+    is spelled `materialise` in `vn`.
+    """
     if name == "materialize":
         return "; did you mean vn.materialise?"
     if not name.startswith("_"):  # tools ask for private names, and importing modules takes time

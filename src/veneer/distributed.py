@@ -263,13 +263,17 @@ class _DeviceGroup(NamedTuple):
         return axis % ndim
 
     def key_of_device(self, key: jax.Array | None) -> jax.Array | None:
-        """Return a key that differs between devices."""
+        """Return a random key that differs between devices, or None if `key` is None."""
         return None if key is None else jax.random.fold_in(key, lax.axis_index(self.names))
 
     def quantize(self, rows: jax.Array, key: jax.Array | None) -> tuple[QArray, jax.Array]:
-        """Quantize rows `[n, size]` as tiles `[n, tiles, tile]`. Return the rounding errors, too.
+        """Quantize rows `[n, size]`. Each tile of `tile` consecutive values has one scale.
 
-        The error of a value that is not finite is 0, so that it does not reach the next call.
+        `key` is for stochastic rounding. None rounds to nearest.
+
+        **Returns:** a `QArray` `[n, tiles, tile]`, with zeros after the last value of a row, and
+        the rounding errors `[n, size]`. The error of a value that is not finite is 0, so that it
+        does not reach the next call.
         """
         tiles = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % self.tile)])
         tiles = tiles.reshape(rows.shape[0], -1, self.tile)
@@ -279,9 +283,10 @@ class _DeviceGroup(NamedTuple):
         return q, jnp.where(jnp.isfinite(error), error, 0)
 
     def reduce_scatter(self, rows: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Send row `i` of `[devices, n]` to device `i`. Return the sum `[n]` of the received rows.
+        """Send row `i` of `rows` `[devices, n]`, quantized, to device `i`.
 
-        Also return the rounding errors of this device, `[devices, n]`.
+        **Returns:** the sum `[n]` of the rows that this device receives, and the rounding errors
+        `[devices, n]` of the rows that it sends.
         """
         q, error = self.quantize(rows, key)
         q = _send(lambda leaf: lax.all_to_all(leaf, self.names, 0, 0, tiled=True), q)
@@ -290,9 +295,12 @@ class _DeviceGroup(NamedTuple):
     def gather(
         self, x: jax.Array, key: jax.Array | None, invarying: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """Gather `x`, `[n]`, as `[devices, n]`. Return the result and the rounding errors of `x`.
+        """Gather the array `x` `[n]` of each device, quantized.
 
         `invarying` says whether to tell JAX that the result is the same on all devices.
+
+        **Returns:** the arrays of all devices, `[devices, n]`, and the rounding errors of this
+        device's `x`, `[n]`.
         """
         q, error = self.quantize(x[None], key)
         to = "invarying" if invarying else "varying"
@@ -301,12 +309,12 @@ class _DeviceGroup(NamedTuple):
 
 
 def _dequantize_rows(q: QArray, size: int) -> jax.Array:
-    """Return rows `[n, size]` from tiles, without the padding."""
+    """Return the rows `[n, size]` that `_DeviceGroup.quantize` quantized, without its padding."""
     return q.dequantize().reshape(q.shape[0], -1)[:, :size]
 
 
 def _send(send: Callable[[jax.Array], jax.Array], q: QArray) -> QArray:
-    """Send each leaf of `q`. Floats of 8 bits are sent as bytes."""
+    """Apply the collective `send` to each leaf of `q`. Floats of 8 bits are sent as bytes."""
 
     def send_leaf(leaf: jax.Array) -> jax.Array:
         if leaf.dtype.itemsize > 1:
@@ -337,7 +345,9 @@ def _make_group(
 def _map_leaves(f: Callable, tree: Any, key: jax.Array | None, error: Any = None) -> Any:
     """Call `f(x, key)` for each array of a tree, and return the tree of results.
 
-    With a tree `error`, call `f(x, key, error)` and return two trees: sums and errors.
+    Each array gets its own random key, derived from `key`, or None if `key` is None. With a tree
+    `error` of the same structure, call `f(x, key, error)`, which returns a sum and a new error,
+    and return two trees: the sums and the new errors.
     """
     structure: Any  # mypy does not know PyTreeDef
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_value)
@@ -355,9 +365,12 @@ def _map_leaves(f: Callable, tree: Any, key: jax.Array | None, error: Any = None
 def _sum_leaf(
     group: _DeviceGroup, x: jax.Array, error: Any, exact: Callable, rounded: Callable
 ) -> Any:
-    """Return the sum of one array over devices. With an old `error`, return the new error, too.
+    """Return the sum of the array `x` over devices, in the dtype of `x`.
 
-    `rounded(x)` returns a quantized sum and its error. `exact(x)` is for arrays that are too small.
+    `rounded(x)` computes the sum with quantized messages, and returns it with the rounding error of
+    this device. Arrays with less than one tile per device use `exact(x)` instead, which returns
+    the exact sum. If `error` is not None, it is added to `x`, and the result is a pair of the sum
+    and the new error.
     """
     wide = vary_along(group.names, _at_least_f32(x))
     if error is not None:
@@ -420,9 +433,9 @@ def _second_key(key: jax.Array | None) -> jax.Array | None:
 
 
 def _define_vjp(collective: Any, backward: Callable[..., jax.Array]) -> None:
-    """Define the backward pass of a collective by `backward(g, key, *static)`.
+    """Define the derivative of `collective(x, key, *static)`, a `jax.custom_vjp` function.
 
-    `g` is the cotangent of the result, and `static` are the static arguments.
+    `backward(g, key, *static)` returns the cotangent of `x`. `g` is the cotangent of the result.
     """
 
     def forward(x: jax.Array, key: jax.Array | None, *static: Any) -> tuple[Any, jax.Array | None]:

@@ -42,7 +42,12 @@ _EXTRAS = ("cli", "demo", "numba", "units", "pytensor")
 
 
 class Finding(NamedTuple):
-    """A fact about this machine: its name, a description, and whether it is as expected."""
+    """A line of the report of `veneer doctor`: a fact about this machine.
+
+    - `name`: the subject, such as "CPU" or the name of a product.
+    - `text`: the fact.
+    - `is_well`: False if the fact is a problem, such as a wrong result.
+    """
 
     name: str
     text: str
@@ -50,10 +55,11 @@ class Finding(NamedTuple):
 
 
 def findings(size: int = 4096) -> Iterator[Finding]:
-    """Report how this machine computes products, and time some of `size x size` against XLA.
+    """Report how this machine computes products with quantized weights.
 
-    XLA multiplies f32 on CPU and bf16 on GPU. Each finding is yielded immediately.
-    Kernels that are not in the cache are compiled before they are timed.
+    Yield findings one at a time. The last ones are times of products with weights `[size, size]`,
+    compared with XLA's dense product, in f32 on CPU and bf16 on GPU. Kernels that are not in the
+    cache are compiled before they are timed.
 
     >>> from veneer import doctor
     >>> [finding.name for finding in doctor.findings(256)][:3]
@@ -124,7 +130,11 @@ def _cache() -> str:
 
 
 def _timed(size: int) -> Iterator[Finding]:
-    """Check products of one row, and time them alternately with XLA's."""
+    """Check and time the CPU's product of a row with each quantized weight of `_TIMED`.
+
+    The weights are `[size, size]`. The calls alternate with XLA's product with the same weight in
+    f32. Yield a finding per weight.
+    """
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((size, size), np.float32))
     x = jnp.asarray(rng.standard_normal((1, size), np.float32))
@@ -137,13 +147,16 @@ def _timed(size: int) -> Iterator[Finding]:
 
 
 def _quantize_for_timing(w: jax.Array) -> list[Any]:
-    """Return a weight in the formats of `_TIMED`."""
+    """Return the weight `w` quantized in each of the formats of `_TIMED`, in order."""
     rules = [quant.Rule(".*", name, tile_size=tile, act_qtype=acts) for name, tile, acts in _TIMED]
     return [rule.with_activations(rule.quantize(w)) for rule in rules]
 
 
 def _check(product: jax.Array, expected: jax.Array, limit: float) -> str:
-    """Return the end of a message about a product with too large an error, or ""."""
+    """Compare a product with its expected value. Return a warning if it is wrong, else "".
+
+    It is wrong if the relative error is not below `limit`. The warning is the end of a sentence.
+    """
     error = np.linalg.norm(np.asarray(product, np.float32) - np.asarray(expected))
     error /= np.linalg.norm(expected)
     if error < limit:
@@ -152,7 +165,7 @@ def _check(product: jax.Array, expected: jax.Array, limit: float) -> str:
 
 
 def _on_gpu(size: int) -> Iterator[Finding]:
-    """Report the kernels for a GPU, and time products alternately with XLA's."""
+    """Report the GPU and its kernels, and time products with quantized weights `[size, size]`."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "unknown")
     yield Finding("GPU", f"{device.device_kind}, compute capability {capability}")
@@ -172,7 +185,10 @@ def _on_gpu(size: int) -> Iterator[Finding]:
 
 
 def _gpu_kernel(name: str, m: int) -> Finding:
-    """Report which GPU kernel computes an int8 product with `m` rows, or why none does."""
+    """Report which GPU kernel computes an int8 product with `m` rows, or why none does.
+
+    `name` is the name of the finding.
+    """
     k = n = 4096
     operands = MatmulOperands(
         jax.ShapeDtypeStruct((1, m, k), jnp.bfloat16),
@@ -196,7 +212,15 @@ def _gpu_kernel(name: str, m: int) -> Finding:
 
 
 def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Finding:
-    """Check a product with a quantized weight. Time it alternately with XLA's bf16 product."""
+    """Check and time the product of `x` with a quantized weight on GPU.
+
+    **Arguments:**
+
+    - `name`: the name of the finding.
+    - `x`: activations `[M, size]`.
+    - `weight`: a quantized weight `[size, size]`.
+    - `dense`: the same weight in bf16. The calls alternate with XLA's product with it.
+    """
     exact = partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
     product = jax.jit(implicit(jnp.matmul))(x, weight)
     wrong = _check(product, exact(x, materialise(weight)), _ERRORS["bf16"])
@@ -219,7 +243,7 @@ def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Fin
 
 
 def _median_seconds(*calls: Callable[[], Any]) -> list[float]:
-    """Return the median time of each call. The calls alternate."""
+    """Return the median seconds of each of several functions. Their calls alternate."""
     rounds = [list(map(_seconds, calls)) for _ in range(_ROUNDS)]
     return np.median(rounds, axis=0).tolist()
 
@@ -237,11 +261,14 @@ _NOISE = 1.03
 
 
 def choices(size: int = 2048) -> list[Finding]:
-    """Time products with each vector instruction set of this CPU, and choose one.
+    """Time products with each vector instruction set of this CPU, and choose one for the kernels.
 
-    Each instruction set has its own process. The processes take turns, with weights of
-    `size x size`. Among the sets that are as fast as the fastest, the most capable one is chosen.
-    The choice is written to the cache. Later processes use it unless `VENEER_KERNELS_ISA` is set.
+    Each instruction set has its own process. The processes take turns to multiply weights
+    `[size, size]`. Among the sets that are about as fast as the fastest, the most capable one is
+    chosen. The choice is written to the cache. Later processes use it unless `VENEER_KERNELS_ISA`
+    is set.
+
+    **Returns:** a finding per instruction set, with its time relative to the fastest.
 
     **Raises:**
 
@@ -283,7 +310,10 @@ def choices(size: int = 2048) -> list[Finding]:
 
 
 def _measuring(name: str, size: int) -> subprocess.Popen[bytes]:
-    """Start a process that times products with an instruction set, once per input line."""
+    """Start a process that times products with one instruction set, whenever it reads a line.
+
+    `name` is the instruction set, a value of `VENEER_KERNELS_ISA`. The weights are `[size, size]`.
+    """
     command = [sys.executable, "-c", f"from veneer import doctor; doctor._answer({size})"]
     environment = os.environ | {"VENEER_KERNELS_ISA": name}
     pipe = subprocess.PIPE
@@ -291,7 +321,10 @@ def _measuring(name: str, size: int) -> subprocess.Popen[bytes]:
 
 
 def _round(name: str, process: subprocess.Popen[bytes]) -> list[float]:
-    """Make a process time its products. Return the seconds of each product."""
+    """Make a process of `_measuring` time its products. Return the seconds of each product.
+
+    `name` is the instruction set of the process, for the error if the process has ended.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -303,7 +336,11 @@ def _round(name: str, process: subprocess.Popen[bytes]) -> list[float]:
 
 
 def _answer(size: int) -> None:
-    """Time products once per line of standard input. `_measuring` starts this in a process."""
+    """Time products with weights `[size, size]` once per line of standard input.
+
+    For each line, print a JSON list of the seconds of each product. `_measuring` calls this
+    function in a new process.
+    """
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((size, size), np.float32))
     multiply = jax.jit(implicit(jnp.matmul))
@@ -319,7 +356,7 @@ def _answer(size: int) -> None:
 
 
 def _missing(extra: str) -> list[str]:
-    """Return the packages of an extra that are not installed."""
+    """Return the missing packages of an extra of Veneer, such as "demo"."""
     required = importlib.metadata.requires("veneer") or []
     of_extra = [text for text in required if re.search(rf"extra == ['\"]{extra}['\"]", text)]
     names = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in of_extra]

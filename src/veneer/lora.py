@@ -216,7 +216,13 @@ def _check_rules(rules: Any) -> None:
 
 
 def _adapter_axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
-    """Return the arguments of `LoraArray.init` for the input and output axes of a weight."""
+    """Return the keyword arguments of `LoraArray.init` for the input and output axes of a weight.
+
+    `path` and `shape` describe the weight. `use` says which axes a product of the program
+    contracts.
+
+    **Raises:** `ValueError` if the input axes, or the output axes, are not adjacent.
+    """
     axes = low_rank_axes(len(shape), use.contracted, use.free_axes)
     if axes is None:
         raise ValueError(

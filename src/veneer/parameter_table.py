@@ -30,7 +30,8 @@ class Row:
     - `shape`, `dtype`: the shape and dtype of the dense array.
     - `nbytes`, `dense_nbytes`: the stored bytes, and the bytes of the dense array.
     - `trainable`: the number of stored values that `vn.trainable` selects.
-    - `error`: the relative error to the argument `like` of `summary`, or None without `like`.
+    - `error`: the error of an implicit array relative to the original array in the argument `like`
+      of `summary`. None for a dense array, or without `like`.
     """
 
     path: str
@@ -153,7 +154,10 @@ def _make_row(path: str, x: Any, mark: Any, before: Mapping[str, Any] | None) ->
 
 
 def _error(path: str, x: Value, before: Mapping[str, Any]) -> float:
-    """Return the relative error of `x` to the dense array at its path in `before`."""
+    """Return the error of the implicit array `x` relative to the original array.
+
+    The original array is at the same `path` in `before`, a dict from paths to arrays.
+    """
     shape = getattr(before.get(path), "shape", None)
     if shape != x.aval().shape:
         raise ValueError(

@@ -133,7 +133,7 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
 
 
 def _axis_names(x: Any) -> tuple[Any, ...] | None:
-    """Return the names of the axes of an array that flax or a `PartitionSpec` gives, or None."""
+    """Return the axis names of a flax variable or of a `PartitionSpec`. None if `x` has none."""
     if isinstance(x, PartitionSpec):
         return tuple(x)
     if hasattr(x, "get_metadata"):  # flax.nnx.Variable
@@ -146,7 +146,14 @@ def _axis_names(x: Any) -> tuple[Any, ...] | None:
 def _mesh_spec(
     path: str, names: tuple[Any, ...], rules: Sequence[tuple[Any, Any]]
 ) -> PartitionSpec:
-    """Return the spec with mesh axes for an array with axis names. Each mesh axis is used once."""
+    """Return the `PartitionSpec` of an array by the names of its axes. Use each mesh axis once.
+
+    **Arguments:**
+
+    - `path`: the path of the array, for error messages.
+    - `names`: the name of each of its axes, or None for an axis that is not sharded.
+    - `rules`: pairs of an axis name and mesh axes, as in `logical_shardings`.
+    """
     entries: dict[int, Any] = {i: None for i, name in enumerate(names) if name is None}
     used: set[str] = set()
     for rule, to in rules:
@@ -251,9 +258,10 @@ def put(paths: Sequence[str], arrays: Sequence[Any], shardings: Sequence[Any]) -
 
 
 def _put_leaf(leaf: Any, device: Any) -> Any:
-    """Place a leaf. If it is sharded over several processes, each process reads its own part.
+    """Place a leaf on `device`, a sharding or a device.
 
-    In this case, `jax.device_put` would send the leaf to all processes, to compare it.
+    If the sharding has devices of several processes, each process reads only its own part of a
+    local leaf. `jax.device_put` would send the leaf to all processes, to compare it.
     """
     is_local = not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "is_fully_addressable", True)
     is_numeric = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -269,7 +277,10 @@ def _is_rule(x: Any) -> bool:
 
 
 def _match_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
-    """Return the sharding of the first rule that matches each path, or None."""
+    """Return, for each path, the sharding of the first rule that matches it, or None.
+
+    A rule is a pair of a regex and a sharding. Warn if a regex matches no path.
+    """
     compiled = []
     for rule in rules:
         if not _is_rule(rule):
@@ -293,7 +304,11 @@ def _match_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
 
 
 def _match_prefix(shardings: Any, tree: Any) -> list[Any]:
-    """Return the sharding of each array from a tree of shardings that is a prefix of `tree`."""
+    """Return the sharding of each array of `tree`, in order, or None for arrays that stay.
+
+    `shardings` is a tree of shardings that is a prefix of `tree`. An entry applies to all arrays
+    below it.
+    """
     matched: list[Any] = []
 
     def add_subtree(path: Any, device: Any, subtree: Any) -> None:
@@ -355,7 +370,11 @@ def _check_fits(path: str, x: Any, device: Any) -> None:
 
 
 def _stays_replicated(x: Any, sharding: NamedSharding) -> bool:
-    """Return whether the largest leaf is replicated, although the sharding would shard it."""
+    """Return whether the largest leaf of an implicit array is replicated despite `sharding`.
+
+    `sharding` is for the dense array. It may split a tile or a byte of codes, and then the leaf is
+    replicated instead. An axis of the leaf that is not sharded anyway does not count.
+    """
     leaves = jax.tree.leaves(x)
     specs = leaf_specs(x, sharding.spec, sharding.mesh.shape, lambda size, _: size)
     wanted = [None] * len(leaves) if specs is None else jax.tree.leaves(specs)

@@ -120,7 +120,11 @@ def unfreeze(tree: Any, where: Where = None) -> Any:
 
 
 def _mark_leaves(x: Any, is_selected: bool) -> Any:
-    """Return `x` with a bool in place of each leaf: True if the leaf is trained."""
+    """Return `x` with a bool in place of each leaf: True if the leaf is trained.
+
+    `is_selected` says whether the argument `where` selects the array `x`. If it is False, all bools
+    are False.
+    """
     if not is_value(x):
         return is_selected and _is_inexact(x)
     trained = _trained_fields(type(x))
@@ -150,7 +154,10 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _map_arrays(f: Callable[[Any, bool], Any], tree: Any, where: Where) -> Any:
-    """Return the tree with `f(x, is_selected)` in place of each array `x`."""
+    """Return the tree with `f(x, is_selected)` in place of each array `x`.
+
+    `is_selected` says whether `where` selects the array. An implicit array counts as one array.
+    """
     leaves, treedef = vtree.flatten_with_path(tree)
     paths = [vtree.path_string(path) for path, _ in leaves]
     selected = _select(paths, [x for _, x in leaves], where)

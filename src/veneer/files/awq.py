@@ -70,7 +70,10 @@ def _read(source: StoredTensors, module: str, size: int, tile: int, dtype: str) 
 
 
 def _unpack_outputs(words: np.ndarray) -> np.ndarray:
-    """Unpack 4-bit codes of words `[out / 8, n]`, in the order of the outputs: `uint8[out, n]`."""
+    """Unpack 32-bit words `[out / 8, n]` of eight 4-bit codes each: `uint8[out, n]`.
+
+    AWQ interleaves the eight outputs of a word. The result is in the order of the outputs.
+    """
     eight = [(words >> 4 * place).astype(np.uint8) & np.uint8(15) for place in PLACES]
     return np.stack(eight, 1).reshape(-1, words.shape[1])
 

@@ -148,10 +148,14 @@ def _read_nested_scales(
     shape: tuple[int, ...],
     tile: int,
 ) -> QArray:
-    """Return scales that are quantized themselves, as a `QArray` whose minimum is the offset.
+    """Return the scales of a weight, which are quantized themselves, as a `QArray`.
+
+    Its minimum is the `nested_offset` of bitsandbytes.
 
     **Arguments:**
 
+    - `name`: the name of the weight.
+    - `state`: the JSON of its `quant_state`.
     - `scale`: the u8 codes of the scales, a matrix whose sizes divide `shape`.
     - `shape`, `tile`: the shape of the weight, and the number of values per scale.
     """
@@ -183,7 +187,7 @@ def _merge_equal(entries: np.ndarray) -> np.ndarray:
 
 
 def _check_codebook(source: StoredTensors, name: str, qtype: str) -> None:
-    """Raise a `ValueError` if a stored codebook differs from the codebook of `qtype`.
+    """Raise a `ValueError` if the stored tensor `name` differs from the codebook of `qtype`.
 
     Two units in the last place are allowed: torch computes 8-bit codebooks, and its results depend
     on the processor.

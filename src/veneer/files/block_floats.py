@@ -56,7 +56,10 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
 
 
 def pair_scales(source: StoredTensors) -> Iterator[tuple[str, str]]:
-    """Yield the names of each FP8 tensor that has a scale, and of the scale."""
+    """Yield pairs of the name of an FP8 tensor and the name of the tensor with its scales.
+
+    FP8 tensors without scales are skipped.
+    """
     for name, header in source.headers.items():
         if header.dtype.name in FLOAT8:
             candidates = (
@@ -70,9 +73,11 @@ def pair_scales(source: StoredTensors) -> Iterator[tuple[str, str]]:
 
 
 def read_block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | None:
-    """Return the block size of the configuration, or None if it states none.
+    """Check a block size that `config.json` states, and return it as a pair `(out, in)`.
 
-    **Raises:** `ValueError` if it is not a list of two positive integers.
+    Return None if `stated` is None: the configuration has no such entry.
+
+    **Raises:** `ValueError` if `stated` is not a list of two positive integers.
     """
     if stated is None:
         return None
@@ -93,9 +98,9 @@ def make_byte_weight(
 
     **Arguments:**
 
-    - `name`, `scale_name`, `zero_name`: the names of the stored tensors.
-    - `blocks`: the block size `[out, in]` of each configuration that may apply, with -1 for a whole
-      axis, and None if it states no size.
+    - `name`, `scale_name`, `zero_name`: the names of the stored codes, scales and zero points.
+    - `blocks`: candidates for the block size `[out, in]` that shares a scale, one per entry of
+      `config.json` that may apply. -1 means a whole axis, and None an entry without a size.
     - `dtype`: the dtype of the dense weight. By default, the dtype of the checkpoint.
 
     **Raises:** `ValueError` if no block size fits the shapes, or if several fit and give different
@@ -130,12 +135,15 @@ def make_byte_weight(
 def _find_tiles(
     shape: tuple[int, ...], counts: tuple[int, ...], block: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """Return how many values share a scale along each axis, or None if the shapes do not fit.
+    """Return the tile shape: how many values share a scale along each axis of a weight.
+
+    Return None if the number of scales fits neither the weight nor the stated block size.
 
     **Arguments:**
 
-    - `shape`, `counts`: the shapes of the weight and of its scale. A single scale always fits.
-    - `block`: the stated block size along the last axes, or None.
+    - `shape`: the shape of the weight.
+    - `counts`: the shape of its scales. A single scale always fits.
+    - `block`: the stated block size along the last axes, or None if it is not stated.
     """
     if counts in ((), (1,)):
         return shape

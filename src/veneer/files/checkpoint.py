@@ -21,8 +21,8 @@ from .folder import Checkpoint, TensorFolder, no_checksums
 class QuantizedFolder(Checkpoint):
     """The tensors of a folder that another library quantized.
 
-    `read` returns each quantized weight as one packed array of the dense shape, of NumPy arrays.
-    Other tensors are returned as stored.
+    `read` returns each quantized weight as one packed implicit array with the name and the shape of
+    the dense weight. Its leaves are NumPy arrays. Other tensors are returned as stored.
 
     **Arguments:**
 
@@ -131,7 +131,12 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def _find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file at a path, or in a folder without safetensors, or None."""
+    """Return the GGUF file at `path`, or None.
+
+    `path` can be the file, or a folder that has one GGUF model and no safetensors files.
+
+    **Raises:** `ValueError` if the folder has several GGUF models.
+    """
     if path.is_file():
         with path.open("rb") as file:
             return path if path.suffix == ".gguf" or file.read(4) == b"GGUF" else None
@@ -148,6 +153,9 @@ def _find_gguf(path: Path) -> Path | None:
 class TensorReport(NamedTuple):
     """The description of one tensor of a checkpoint.
 
+    - `format`: the number format and tiles of a quantized tensor, or a dtype.
+    - `shape`: the shape of the dense tensor.
+    - `nbytes`: the stored bytes.
     - `scale`: the minimum, median and maximum of its scales. None for a dense tensor.
     - `relative_error`: the error relative to the original tensor. None without an original.
     """
@@ -222,9 +230,10 @@ def convert(
 
     **Arguments:**
 
-    - `format`: "gguf", or the name of a family in `WRITERS`.
+    - `format`: "gguf", or a key of `WRITERS`, such as "gptq".
     - `config`: further entries of `config.json` or, for "gguf", of the metadata.
-    - `names`: only for "gguf". See `write_gguf`.
+    - `names`: for "gguf", "huggingface" if `tensors` has the names of Hugging Face, else None. See
+      `write_gguf`. Other formats do not use it.
     - `path`, `tensors`, `overwrite`, `beside`: as in `write_folder`. "gguf" ignores `beside`.
 
     **Raises:** `ValueError` for an unknown format, and the errors of `write_folder` and

@@ -24,11 +24,12 @@ from .stored_tensors import make_qarray
 
 
 def pack(fields: np.ndarray, bits: int | float) -> np.ndarray:
-    """Pack codes along the last axis as in a `QArray`.
+    """Pack codes of `bits` bits along the last axis, in the layout of a `QArray`.
 
     **Arguments:**
 
-    - `fields`: `uint8[..., n]`, each less than `2**bits`, or less than 3 for 1.6 bits.
+    - `fields`: the codes, one per byte, `uint8[..., n]`. Each is less than `2**bits`, or less than
+      3 for 1.6 bits.
 
     **Returns:** `uint8[..., bytes]`.
 
@@ -65,7 +66,7 @@ def pack(fields: np.ndarray, bits: int | float) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int | float, size: int) -> np.ndarray:
-    """Unpack the first `size` codes along the last axis of packed codes: `uint8[..., size]`."""
+    """Unpack the first `size` codes of each row of `pack`: `uint8[..., size]`, one per byte."""
     if bits == 8:
         return packed
     count, bytes_ = UNITS[bits]
@@ -103,7 +104,10 @@ def as_bytes(words: np.ndarray) -> np.ndarray:
 
 
 def last_axis_packing(size: int, bits: int) -> Packing | None:
-    """Return the `Packing` of `size` codes along the last axis, or None for 8 bits."""
+    """Return the `Packing` of a `QArray` for rows of `size` codes along its last axis.
+
+    It is None for 8 bits, because such codes are not packed.
+    """
     return None if bits == 8 else Packing(-1, size)
 
 
@@ -141,7 +145,10 @@ def unpack_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 
 def pack_to_stream(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes `uint8[..., n]` as consecutive bits. Zeros fill the last unit of a row."""
+    """Pack rows of codes `uint8[..., n]` as consecutive bits: `uint8[..., bytes]`.
+
+    Zeros fill up the last unit of a row: eight codes, or one byte for 1, 2, 4 and 8 bits.
+    """
     if bits in (1, 2, 4, 8):
         return pack_rows(fields, bits)
     width = packed_size(fields.shape[-1], bits)
@@ -150,7 +157,7 @@ def pack_to_stream(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_rows(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes `uint8[..., n]` as in a `QArray`, along the last axis, a few rows at a time."""
+    """Pack codes `uint8[..., n]` like `pack`, a few rows at a time to limit memory."""
     if bits == 8:
         return np.ascontiguousarray(fields)
     width = packed_size(fields.shape[-1], bits)
@@ -158,12 +165,15 @@ def pack_rows(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_rows(packed: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpack the first `size` codes of rows packed as in a `QArray`: `uint8[..., size]`."""
+    """Unpack codes like `unpack`, a few rows at a time to limit memory: `uint8[..., size]`."""
     return packed if bits == 8 else map_rows(lambda rows: unpack(rows, bits, size), packed, size)
 
 
 def unpack_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpack 32-bit words `[..., n]` in which no code spans two words: `uint8[..., size]`."""
+    """Unpack the first `size` codes of rows of 32-bit words `[..., n]`: `uint8[..., size]`.
+
+    No code spans two words. If `bits` does not divide 32, the highest bits of a word are unused.
+    """
     if 32 % bits == 0:
         return unpack_stream(as_bytes(words), bits, size)
     places = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
@@ -182,7 +192,11 @@ def pack_to_words(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def flip_high_bits(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Flip the highest bit of each packed code: it shifts signed codes by half their range."""
+    """Flip the highest bit of each packed code.
+
+    It converts signed codes `q` (in two's complement) to the nonnegative codes
+    `q + 2**(bits - 1)`, and back.
+    """
     if bits in (1, 2, 4, 8):
         high = sum(1 << place for place in range(bits - 1, 8, bits))
         return packed ^ np.uint8(high)
@@ -197,13 +211,13 @@ def swap_nibbles(data: np.ndarray) -> np.ndarray:
 
 
 def _convert_units(data: np.ndarray, source: str, target: str, bits: int) -> np.ndarray:
-    """Convert rows of units of eight codes from one layout to another, by lookup tables.
+    """Convert rows of codes from one layout to another, eight codes at a time, by lookup tables.
 
     **Arguments:**
 
-    - `data`: `uint8[rows, bytes]`.
-    - `source`, `target`: "stream" (consecutive bits), "planes" (as in a `QArray` of 3, 5, 6 or 7
-      bits) or "fields" (a byte per code).
+    - `data`: `uint8[rows, bytes]`, with a multiple of eight codes per row.
+    - `source`, `target`: the layout of `data`, and of the result: "stream" (consecutive bits),
+      "planes" (as in a `QArray` of 3, 5, 6 or 7 bits) or "fields" (a byte per code).
     """
     tables = _conversion_tables(source, target, bits)
     units = data.reshape(len(data), data.shape[-1] // len(tables), len(tables))
@@ -217,7 +231,10 @@ def _convert_units(data: np.ndarray, source: str, target: str, bits: int) -> np.
 
 @functools.cache
 def _conversion_tables(source: str, target: str, bits: int) -> np.ndarray:
-    """Return a table per byte of eight codes, from its value to its bits in the target layout.
+    """Return the lookup tables that convert eight codes from one layout to another.
+
+    `tables[i, value]` has the bits that byte `i` of the source contributes to the target if it has
+    this value. The eight codes in the target layout are the OR over all bytes `i`.
 
     **Returns:** `uint64[bytes, 256]`.
     """
@@ -231,7 +248,7 @@ def _conversion_tables(source: str, target: str, bits: int) -> np.ndarray:
 
 
 def _pad_or_cut(data: np.ndarray, width: int) -> np.ndarray:
-    """Cut or zero-pad rows to `width`."""
+    """Cut or zero-pad the last axis to `width` entries."""
     data = data[..., :width]
     missing = width - data.shape[-1]
     return np.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, missing)]) if missing else data
@@ -270,7 +287,8 @@ class UnsupportedByFormat(ValueError):
 class EncodedWeight(NamedTuple):
     """A weight in the format of another library.
 
-    - `tensors`: the stored tensors, by the suffixes that follow the name of the module.
+    - `tensors`: a dict from suffixes to the stored tensors. A suffix, such as ".qweight", follows
+      the name of the module.
     - `settings`: the facts about this weight that `config.json` states, such as the group size.
     """
 
@@ -378,7 +396,7 @@ def split_affine(value: Any) -> AffineParts:
 
 
 def require_matrix(value: Any) -> QArray:
-    """Return the array if it is a nonempty `QArray` of rank 2.
+    """Return `value` if it is a nonempty `QArray` of rank 2.
 
     **Raises:** `UnsupportedByFormat` if it is not.
     """
@@ -390,7 +408,10 @@ def require_matrix(value: Any) -> QArray:
 
 
 def unsigned_codes(q: QArray) -> np.ndarray:
-    """Return the integer codes of a matrix, signed ones plus half their range: `uint8[out, in]`."""
+    """Return the integer codes of a matrix as nonnegative numbers: `uint8[out, in]`.
+
+    `2**(bits - 1)` is added to signed codes.
+    """
     bits, packed = int(q.format.bits), np.asarray(q.packed)
     if bits == 8:
         fields = packed.view(np.uint8)
@@ -404,12 +425,18 @@ def unsigned_codes(q: QArray) -> np.ndarray:
 
 
 def entries_per_row(entries: Any, out: int, size: int) -> np.ndarray:
-    """Repeat the scales, zero points or minima of a `QArray` `[out, in]` to one row per output.
+    """Repeat the scales of a quantized matrix so that each output has a row of them.
+
+    **Arguments:**
+
+    - `entries`: the scales, zero points or minima, `[rows, groups]`. `rows` divides `out`: several
+      outputs may share a row.
+    - `out`, `size`: the numbers of outputs and of inputs of the matrix.
 
     **Returns:** `[out, groups]`.
 
-    **Raises:** `UnsupportedByFormat` if they are a `QArray`, or if their tiles do not divide the
-    inputs.
+    **Raises:** `UnsupportedByFormat` if `entries` is a `QArray`, or if `groups` does not divide the
+    number of inputs.
     """
     if isinstance(entries, QArray):
         raise UnsupportedByFormat("its scales are quantized")

@@ -69,12 +69,13 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
 
 
 def _find_schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
-    """Return the `weights` entries of `config_groups` that may apply to a module.
+    """Return the `weights` entries of `config_groups` in `config.json` that may apply to a module.
 
-    A group lists targets: names of modules, regular expressions ("re:..."), or classes ("Linear").
-    As in compressed-tensors, the first match in this order applies. The class of a module is not
-    known here, so if neither a name nor an expression matches, the entries of all groups are
-    returned.
+    An entry states how a weight is quantized. Each group lists its targets: names of modules,
+    regular expressions ("re:..."), or classes ("Linear"). As in compressed-tensors, a matching name
+    takes precedence over an expression, and an expression over a class. Only the entry of the
+    best match is returned. The class of a module is not known here, so if neither a name nor an
+    expression matches, the entries of all groups are returned.
     """
     groups = source.quantization.get("config_groups")
     schemes: list[Mapping[str, Any]] = []
@@ -93,7 +94,9 @@ def _find_schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]
 
 
 def _read_tile_sizes(source: StoredTensors, scheme: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many values along [out, in] share a scale: -1 for all, None if not stated.
+    """Return how many values share a scale along `[out, in]`, from a `weights` entry.
+
+    -1 means all values of the axis. The result is None if the entry `scheme` does not state a size.
 
     **Raises:** `ValueError` if the stated sizes are invalid.
     """
@@ -118,7 +121,10 @@ def _make_packed_weight(source: StoredTensors, module: str) -> Weight:
 
 
 def _make_float_weight(source: StoredTensors, module: str, packed: str) -> Weight:
-    """Return a weight of small floats, such as NVFP4. Its bytes per scale determine its format."""
+    """Return a weight of small floats, such as NVFP4. Its bytes per scale determine its format.
+
+    `packed` is the name of the stored tensor with the codes of `module`.
+    """
     scale, above = f"{module}.weight_scale", f"{module}.weight_global_scale"
     out, width = source.shape(packed, rank=2, dtypes=("uint8", "float8_e4m3fn"))
     nvidia = above in source.headers
@@ -221,15 +227,11 @@ def _make_integer_weight(source: StoredTensors, module: str) -> Weight:
 def _find_layout(
     source: StoredTensors, schemes: Sequence[Mapping[str, Any]], words: int, size: int
 ) -> _WordLayout | None:
-    """Return the layout of packed codes, from their number of words, or None if it is ambiguous.
+    """Return the layout of a row of `size` codes that are stored in `words` 32-bit words.
 
-    **Arguments:**
-
-    - `schemes`: the `weights` entries that may apply, which state the number of bits.
-    - `words`, `size`: the number of words and of codes in a row.
-
-    For a few small sizes, both layouts have the same number of words. Then the version of the
-    format decides.
+    `schemes` are the `weights` entries that may apply, which state the number of bits. For a few
+    small sizes, both layouts have the same number of words. Then the version of the format decides.
+    Return None if no layout has this number of words, or if several have it.
     """
     numbers = [scheme.get("num_bits") for scheme in schemes]
     stated = {bits for bits in numbers if type(bits) is int and 1 < bits <= 8}
@@ -288,7 +290,11 @@ def _read_words(
 def _read_zero_points(
     source: StoredTensors, module: str, layout: _WordLayout, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Return zero points of the given shape. For a symmetric weight, they are `2**(bits - 1)`."""
+    """Return the zero points of a module, `[out, groups]`, which is `shape`.
+
+    They are for nonnegative codes. If none are stored, the weight is symmetric, and all of them are
+    `2**(bits - 1)`.
+    """
     name, half = f"{module}.weight_zero_point", 2 ** (layout.bits - 1)
     if name not in source.headers:
         return np.full(shape, half, np.uint8)

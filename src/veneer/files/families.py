@@ -28,12 +28,14 @@ RAW = "vn.load(..., raw=True) loads the stored tensors"
 class WeightWriter(NamedTuple):
     """The functions that write the weights of a family.
 
-    - `encode`: takes an array and the options. Returns its `EncodedWeight`, or raises
-      `UnsupportedByFormat`.
-    - `config`: takes the settings of each weight by module, the modules with a dense matrix, and
-      the options. Returns the entry of `config.json`.
-    - `key`: the name of that entry.
-    - `options`: takes all tensors and returns options that depend on all of them.
+    - `encode`: takes a quantized array and the `options` as keywords. Returns its `EncodedWeight`,
+      or raises `UnsupportedByFormat`.
+    - `config`: takes a dict from modules to `EncodedWeight.settings`, the modules with a dense
+      matrix, and the `options` as keywords. Returns the entry of `config.json` that describes the
+      quantization.
+    - `key`: the name of this entry.
+    - `options`: takes all tensors of the model. Returns keyword arguments that depend on all of
+      them, such as the version of the format.
     """
 
     encode: Callable[..., EncodedWeight]
@@ -45,10 +47,11 @@ class WeightWriter(NamedTuple):
 class Family(NamedTuple):
     """A format of quantized weights, and the functions that read it and write it.
 
-    - `methods`: its names in `quant_method` of `config.json`.
-    - `recognizes`: returns whether the tensors of a folder have this format, by their names.
-    - `weights`: returns the quantized weights of a folder.
-    - `writer`: None for a format that is only read.
+    - `methods`: the values of `quant_method` in `config.json` that mean this format.
+    - `recognizes`: a function that returns whether the tensors of a folder have this format. It
+      decides if `config.json` has no `quant_method`.
+    - `weights`: a function that returns the quantized weights of a folder.
+    - `writer`: the functions that write the format. None for a format that is only read.
     """
 
     name: str
@@ -61,7 +64,11 @@ class Family(NamedTuple):
 def _has(
     suffix: str, fits: Callable[[StoredTensors, str], bool] = lambda source, name: True
 ) -> Any:
-    """Return a predicate: whether a folder has a tensor with a suffix, and `fits` its module."""
+    """Return a function that decides whether a folder has a suitable tensor, by its name.
+
+    The name must end in `suffix`. `fits(source, module)` must be true, where `module` is the name
+    without the suffix.
+    """
     return lambda source: any(fits(source, module) for module in source.modules(suffix))
 
 
@@ -126,7 +133,11 @@ _INTEGERS = ("int8", "uint8", "int32", "uint32")
 
 
 class FamilyWeights(NamedTuple):
-    """The quantized weights of a folder by the names of the dense weights, and their family."""
+    """The quantized weights of a folder.
+
+    - `family`: the name of their format, such as "gptq".
+    - `weights`: a dict from the names of the dense weights.
+    """
 
     family: str
     weights: Mapping[str, Weight]
@@ -185,7 +196,11 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
 
 
 def _is_saved_codes(name: str, headers: Mapping[str, Any]) -> bool:
-    """Return whether `vn.save` would use a name of a tensor for the codes of a `QArray`."""
+    """Return whether a tensor looks like the codes of a `QArray` that `vn.save` wrote.
+
+    Its name ends in ".packed", it has a dtype for codes, and there is a tensor with its scales.
+    `headers` is a dict from the names of all stored tensors to their shapes and dtypes.
+    """
     array, dot, part = name.rpartition(".")
     if not dot or part != "packed" or headers[name].dtype.name not in _CODES:
         return False
@@ -207,7 +222,10 @@ def _find_family(source: StoredTensors, method: Any) -> Family | None:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """Return the content of `config.json`, with AutoGPTQ's `quantize_config.json` merged."""
+    """Return the content of the `config.json` next to a checkpoint, or {} if it is missing.
+
+    If it has no entry `quantization_config`, AutoGPTQ's `quantize_config.json` becomes this entry.
+    """
     folder = path if path.is_dir() else path.parent
     content = _read_object(folder / "config.json")
     # Old versions of AutoGPTQ wrote quantize_config.json instead of an entry of config.json.

@@ -204,7 +204,7 @@ class TensorFolder(Checkpoint):
 
 
 def no_checksums(path: Path) -> ValueError:
-    """Return the error to raise if `verify=True` and a folder has no checksums."""
+    """Return the error for `verify=True` and a checkpoint at `path` that has no checksums."""
     return ValueError(
         f"{path} has no checksums to verify: only folders that veneer saved have them, in "
         f"{manifest.FILE_NAME}"
@@ -234,9 +234,10 @@ class FolderWriter:
     **Arguments:**
 
     - `folder`: an existing, empty folder. See `write_aside`.
-    - `names`: the names of all tensors that will be added. The names of codes and scales avoid
-      them.
-    - `beside`: the names of other files in the folder. `overwrite` may replace a folder with them.
+    - `names`: the names of all tensors that will be added. A `QArray` is stored as several
+      tensors, such as "w.packed" and "w.scale". They get other names if these are taken.
+    - `beside`: the names of other files in the folder. They are recorded, so that a later save with
+      `overwrite` may replace the folder.
     - `shard_bytes`: the size limit of a file. A larger tensor has its own file.
     """
 
@@ -277,7 +278,10 @@ class FolderWriter:
     def _quantized_entry(
         self, name: str, value: QArray, arrays: dict[str, Any]
     ) -> manifest.QuantizedEntry:
-        """Return the manifest entry of a `QArray`, and add its leaves to `arrays`."""
+        """Return the `veneer.json` entry of a `QArray` called `name`.
+
+        Add its leaves to `arrays`, a dict from names in the safetensors file.
+        """
 
         def store(part: str, leaf: Any) -> str:
             stored = self._unused(f"{name}.{part}")
@@ -304,7 +308,8 @@ class FolderWriter:
 
         **Arguments:**
 
-        - `tree`: the JSON of how the tensors nest, or None for a flat dict.
+        - `tree`: JSON that says how the tensors nest in a tree (from `tree_encoding.encode`), or
+          None for a flat dict.
         """
         self._shards.finish()
         manifest.write(self._folder, manifest.Manifest(self._entries, tree, self._checksums))
@@ -317,7 +322,13 @@ class FolderWriter:
 
 
 def _find_files(path: Path) -> dict[Path, set[str] | None]:
-    """Return the safetensors files of `path`, each with its tensor names if an index has them."""
+    """Return a dict from the safetensors files of a file or folder to the names of their tensors.
+
+    The names are from the index of the folder. They are None without an index.
+
+    **Raises:** `FileNotFoundError` if there is no safetensors file. `ValueError` if the folder has
+    several models, or pickled checkpoints instead.
+    """
     if not path.is_dir():
         if path.suffix in PICKLED:
             raise ValueError(f"{path} is a pickled checkpoint: convert it to safetensors first")
@@ -347,7 +358,7 @@ _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def _are_all_shards(files: list[Path]) -> bool:
-    """Return whether files, in the order of their names, are all shards of one model."""
+    """Return whether `files`, sorted by their names, are all the shards of one model."""
     match = _SHARD.fullmatch(files[-1].name) if files else None
     if match is None:
         return False

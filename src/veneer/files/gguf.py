@@ -125,7 +125,10 @@ class GgufFile(Checkpoint):
             )
 
     def _add(self, path: Path) -> dict[str, Any]:
-        """Add the tensors of one of the files, and return its metadata."""
+        """Map one of the files into memory and add its tensors. Return its metadata.
+
+        **Raises:** `ValueError` if another file already has a tensor with the same name.
+        """
         content = map_file(path)
         metadata, entries = _name_file(path, read_header, content)
         if twice := self._entries.keys() & entries.keys():
@@ -134,7 +137,10 @@ class GgufFile(Checkpoint):
         return metadata
 
     def _factors_of_nvfp4(self) -> dict[str, str]:
-        """Return a dict from NVFP4 tensors to the tensors with the factors of their scales."""
+        """Return a dict from the names of NVFP4 tensors to the names of tensors with their factors.
+
+        GGUF stores a factor of the scales of `x.weight` as a separate tensor `x.scale`.
+        """
         factors = {}
         for name, (_, entry) in self._entries.items():
             factors_name = f"{name.removesuffix('weight')}scale"
@@ -174,7 +180,10 @@ class GgufFile(Checkpoint):
         }
 
     def _find(self, name: str) -> tuple[np.ndarray, Entry]:
-        """Return the bytes of the file that has a tensor, and the place of the tensor in it."""
+        """Return the bytes of the file that has the tensor `name`, and its `Entry` in this file.
+
+        For one of several stacked experts, the entry describes only this expert.
+        """
         stored, expert = self._origins[name]
         content, entry = self._entries[stored]
         if expert is None:
@@ -219,7 +228,7 @@ def _read_entry(
 
 
 def _name_file(path: Path, function: Any, *args: Any, **options: Any) -> Any:
-    """Call a function, and add the path of the file to its errors."""
+    """Return `function(*args, **options)`. Add `path` to the message of a `ValueError`."""
     try:
         return function(*args, **options)
     except ValueError as error:
@@ -310,9 +319,10 @@ def write_gguf(
 def _prepare_tensors(
     tensors: Mapping[str, Any], metadata: Mapping[str, Any], names: str | None
 ) -> Iterator[tuple[str, "Encoded | np.ndarray", np.ndarray | None]]:
-    """Yield the tensors to write, each with its GGUF name and the order of its rows.
+    """Yield the tensors to write, in triples: a GGUF name, the tensor and the order of its rows.
 
-    An order of None means the order of `tensors`.
+    The order lists the row of the tensor for each row of the file. None means the same order. The
+    arguments are as in `write_gguf`.
     """
     stored: dict[str, str | list[str]] = {name: name for name in tensors}
     if names == "huggingface":

@@ -22,14 +22,16 @@ from .codes import pack, unpack
 class Bits:
     """The place of integers of 1, 2, 4 or 8 bits in a block.
 
-    A byte has `8 // bits` places, the first in its lowest bits. The integers lie in `groups` runs
-    of `size` bytes: those in the first place of each byte, then those in the second place, and so
-    on.
+    A byte holds `8 // bits` integers. Place 0 is its lowest bits, place 1 the next, and so on. The
+    integers of a run of `size` bytes are ordered by place: first place 0 of each byte, then place
+    1 of each byte. `groups` runs follow each other.
 
     **Arguments:**
 
-    - `start`: the first byte of the first run.
-    - `places`: the places in use. By default, all.
+    - `start`: the index in the block of the first byte of the first run.
+    - `groups`, `size`: the number of runs, and of bytes per run.
+    - `bits`: the number of bits of an integer.
+    - `places`: the places of a byte that hold these integers. By default, all.
     """
 
     start: int
@@ -72,10 +74,15 @@ class Bits:
         bytes_ |= words.view(np.uint8).reshape(bytes_.shape)
 
     def _words(self, bytes_: np.ndarray, places: int) -> np.ndarray:
-        """View bytes as the largest unsigned integers that divide a run.
+        """View bytes as unsigned integers, so that one operation applies to several bytes.
 
-        **Returns:** `[..., groups, places, words]`. One operation on an integer applies to several
-        bytes.
+        The integers are the largest, up to 64 bits, whose size divides the bytes of a run.
+
+        **Arguments:**
+
+        - `bytes_`: `uint8[..., groups * places * size]`: the runs, with `places` of them per group.
+
+        **Returns:** `[..., groups, places, words]`.
         """
         size = next(size for size in (8, 4, 2, 1) if self.size % size == 0)
         runs = (*bytes_.shape[:-1], self.groups, places, self.size // size)
@@ -91,7 +98,7 @@ class Bits:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """The places of integers whose low bits and high bits lie apart in a block."""
+    """The place of integers whose low bits and high bits are in different bytes of a block."""
 
     low: Bits
     high: Bits
@@ -115,16 +122,16 @@ class Joined:
 class EightOfSixBits:
     """The place of the scales or the minima of Q4_K and Q5_K: 8 integers of 6 bits.
 
-    Scales and minima share 12 bytes.
-
-    The first four fields are in the low bits of four bytes. Of the last four fields, the two high
-    bits are above these, and the four low bits are half of the last four bytes.
+    A block has 12 bytes for both. Four bytes hold the first four scales in their low 6 bits, and
+    the two high bits of the last four scales in their high 2 bits. The next four bytes hold the
+    minima in the same way. Each of the last four bytes holds the four low bits of one of the last
+    four scales, and of one of the last four minima.
 
     **Arguments:**
 
-    - `start`: the byte of the first field.
-    - `nibbles`: the first of the bytes with the low bits of the last four fields.
-    - `shift`: the place of these low bits in their bytes: 0 or 4.
+    - `start`: the index of the byte with the first of these integers.
+    - `nibbles`: the index of the first of the last four bytes.
+    - `shift`: the place of the low bits in the last four bytes: 0 for scales, 4 for minima.
     """
 
     start: int
@@ -150,9 +157,10 @@ _DIGITS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
 
 
 class Digits:
-    """The place of 256 digits of base 3: five per byte, and four in each of the last four bytes.
+    """The place of the codes of TQ1_0: 256 digits of base 3, five per byte.
 
-    A byte is a fraction in 256ths. Multiplied by 3, its integer part is the first digit.
+    The last four bytes hold four digits each. A byte `b` encodes the fraction `b / 256`, whose
+    digits after the point in base 3 are the codes: the integer part of `3 * b / 256` is the first.
     """
 
     count = 256
@@ -195,13 +203,15 @@ Fields = Bits | Joined | EightOfSixBits | Digits
 
 @dataclasses.dataclass(frozen=True)
 class Floats:
-    """The place of the scales or minima of a block: floats, or integers that one float multiplies.
+    """The place of the scales or minima of a block: floats, or small integers times a float.
 
     **Arguments:**
 
     - `start`, `dtype`, `count`: the first byte of the floats, their dtype and their number.
-    - `negated`: whether the file holds the negated values.
-    - `qtype`, `fields`, `flipped`: the format, the place and the inverted bits of the integers.
+    - `negated`: whether the file holds the negated floats.
+    - `qtype`, `fields`, `flipped`: for integers that the float multiplies: their format, their
+      place in the block, and the bits of each that are inverted in the file. `fields` is None if
+      there are only floats.
     """
 
     start: int

@@ -51,11 +51,15 @@ class MetadataReader:
         return len(self._content)
 
     def integer(self, format: str) -> int:
-        """Read an integer with a format of `struct`: "I" of 4 bytes, or "Q" of 8."""
+        """Read an unsigned integer. `format` is "I" for 4 bytes or "Q" for 8, as in `struct`."""
         return struct.unpack_from(f"<{format}", self._take(struct.calcsize(f"<{format}")))[0]
 
     def count(self, least: int) -> int:
-        """Read a number of entries. Raise if the file cannot hold them, at `least` bytes each."""
+        """Read the number of entries that follow, such as the length of an array.
+
+        **Raises:** `ValueError` if the rest of the file is too short for this number of entries, of
+        at least `least` bytes each.
+        """
         count = self.integer("Q")
         if count * least > len(self._content) - self.offset:
             raise ValueError(f"it ends within the {count} entries at byte {self.offset}")
@@ -66,7 +70,7 @@ class MetadataReader:
         return str(self._take(self.count(1)), "utf-8", errors)
 
     def value(self, levels: int = _LEVELS) -> Any:
-        """Read a type and a value of this type.
+        """Read a type and a value of this type. Arrays can be nested up to `levels` deep.
 
         A number is a Python number if `write_value` writes it with the same type, else a NumPy
         number. Arrays of numbers are NumPy arrays, and other arrays are lists.
@@ -145,7 +149,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
 
 
 def _type_of(value: Any) -> int:
-    """Return the number of the GGUF type that a number is written with."""
+    """Return the number of the GGUF type for a Python or NumPy number, such as 6 for a float."""
     if isinstance(value, np.generic) and value.dtype in _NUMBER_OF:
         return _NUMBER_OF[value.dtype]
     if isinstance(value, bool):
@@ -175,11 +179,11 @@ _MAX_ALIGNMENT = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The description of a tensor.
+    """The description of a tensor of a GGUF file.
 
-    - `type`: the number of its block type.
+    - `type`: the number of its block type, or of its dtype if it is dense.
     - `shape`: the shape of its values, such as `[out, in]`.
-    - `start`, `nbytes`: the place of its bytes in the file.
+    - `start`, `nbytes`: the offset of its bytes from the beginning of the file, and their number.
     """
 
     type: int
@@ -189,7 +193,7 @@ class Entry:
 
 
 def type_layout(number: int) -> tuple[str, int, int]:
-    """Return the name of a type, and the number of values and of bytes of a block.
+    """Return the name of the GGUF type with a number, and the values and bytes of its blocks.
 
     **Raises:** `ValueError` for an unknown type.
     """
@@ -259,7 +263,12 @@ def _check_version(reader: MetadataReader) -> None:
 
 
 def _read_info(reader: MetadataReader) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-    """Read the description of a tensor: its name, and its shape, type and offset."""
+    """Read the description of a tensor. Return its name, and `(shape, type, offset)`.
+
+    The offset counts from the beginning of the tensor data, not of the file.
+
+    **Raises:** `ValueError` if the shape cannot be right.
+    """
     name = reader.string()
     axes = reader.integer("I")
     if axes > MAX_AXES:
@@ -275,7 +284,7 @@ def _read_info(reader: MetadataReader) -> tuple[str, tuple[tuple[int, ...], int,
 
 
 def nbytes_of(shape: tuple[int, ...], type: int) -> int:
-    """Return the number of bytes of a tensor.
+    """Return the number of bytes of a tensor with a shape and the number of a GGUF type.
 
     **Raises:** `ValueError` if the last axis is not a multiple of the block size.
     """
@@ -288,7 +297,7 @@ def nbytes_of(shape: tuple[int, ...], type: int) -> int:
 
 
 def alignment_of(metadata: dict[str, Any]) -> int:
-    """Return the alignment of the offsets of tensors.
+    """Return the alignment in bytes of the tensors of a file, which its metadata can state.
 
     **Raises:** `ValueError` if it is not a power of two up to 2**20.
     """

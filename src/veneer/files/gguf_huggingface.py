@@ -8,7 +8,12 @@ import numpy as np
 
 
 class Origin(NamedTuple):
-    """The GGUF tensor that holds a tensor, and the index of its expert, or None for all."""
+    """The place in a GGUF file of a tensor of the Hugging Face checkpoint.
+
+    - `stored`: the name of the GGUF tensor.
+    - `expert`: the index along its first axis, for one of several stacked experts. None if the
+      tensor is the whole GGUF tensor.
+    """
 
     stored: str
     expert: int | None = None
@@ -88,9 +93,10 @@ def names_of(
 
 
 def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | list[str]]:
-    """Return a dict from GGUF names to names of Hugging Face. It undoes `names_of`.
+    """Return a dict from GGUF names to names of Hugging Face, the inverse of `names_of`.
 
-    The value is a list for the experts of a layer, which GGUF stacks.
+    The value is a list for the experts of a layer, which GGUF stacks to one tensor. `metadata`
+    has the architecture, and `names` are the names of all tensors.
 
     **Raises:** `ValueError` for an unknown architecture, for two names of one tensor, and if an
     expert is missing.
@@ -114,7 +120,11 @@ def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 
 def _find_origin(name: str, in_layer: Mapping[str, str]) -> Origin:
-    """Return the origin in GGUF of a tensor with a Hugging Face name. Other names are kept."""
+    """Return where a GGUF file holds the tensor with the Hugging Face name `name`.
+
+    `in_layer` maps GGUF names in a layer to names of Hugging Face. An unknown name is its own GGUF
+    name.
+    """
     module, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return Origin(name)
@@ -153,7 +163,10 @@ def _rename(stored: str, in_layer: Mapping[str, str]) -> str:
 def order_of_rows(
     stored: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
 ) -> np.ndarray | None:
-    """Return the GGUF row at each row of the Hugging Face tensor, or None if the order is the same.
+    """Return the row of a GGUF tensor at each row of the Hugging Face tensor: `int[rows]`.
+
+    Some architectures reorder the rows of queries and keys in each head, for the rotary embedding.
+    For other tensors the result is None, because the order is the same.
 
     **Arguments:**
 

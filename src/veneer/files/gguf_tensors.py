@@ -24,8 +24,9 @@ def decode(
     **Arguments:**
 
     - `rows`: the bytes of the tensor, `uint8[rows, bytes]`.
-    - `shape`: the shape of the values, `[..., n]`.
-    - `order`: the row of the file at each place of the result. None for the order of the file.
+    - `type`: the type of its blocks.
+    - `shape`: the shape of the values, `[..., n]`, with `rows` rows of `n` values.
+    - `order`: the row of the file for each row of the result. None for the order of the file.
 
     **Raises:** `ValueError` for 8-bit scales that are negative or NaN.
     """
@@ -68,7 +69,11 @@ def _slice_rows(rows: int, values: int) -> Iterator[slice]:
 
 
 def _read_leaves(blocks: np.ndarray, type: BlockType) -> Iterator[np.ndarray]:
-    """Yield the leaves of a `QArray`, `[rows, ...]`, of blocks `uint8[rows, blocks, bytes]`."""
+    """Yield the leaves of the `QArray` that blocks `uint8[rows, blocks, bytes]` encode.
+
+    Each leaf has the shape `[rows, ...]`. The order is codes, scales, minima. If scales or minima
+    are quantized themselves, their codes precede their scales.
+    """
     yield _pack_fields(type.codes.read(blocks), type.qtype, type.flipped)
     for part in (type.scale, type.minimum):
         if part is None:
@@ -97,8 +102,9 @@ def with_factors(q: QArray, factors: Any, expert: int | None = None) -> QArray:
 
     **Arguments:**
 
-    - `factors`: float32, `[1]` or one per matrix.
-    - `expert`: the index of the matrix that `q` is, or None if `q` has all matrices.
+    - `q`: an NVFP4 matrix, or a stack of them, such as one per expert.
+    - `factors`: float32, `[1]` or one per matrix of the stack.
+    - `expert`: if `q` is only one matrix of the stack, its index, else None.
 
     **Raises:** `ValueError` if the factors have another shape or dtype.
     """
@@ -133,7 +139,9 @@ class Encoded:
     **Arguments:**
 
     - `type`: the type of the blocks.
-    - `floats`: for scales and minima: their place in a block, the floats, and the fields or None.
+    - `q`: the array.
+    - `floats`: a triple for the scales and, if the type has them, for the minima: their place in a
+      block, the floats, and the integers that the floats multiply, or None without integers.
     """
 
     type: BlockType
@@ -145,7 +153,7 @@ class Encoded:
 
         **Arguments:**
 
-        - `order`: the row of the array at each place of the file. None for the order of the array.
+        - `order`: the row of the array for each row of the file. None for the order of the array.
         """
         *leading, size = self.q.shape
         count = size // self.type.values
@@ -165,9 +173,9 @@ class Encoded:
 
 
 def encode(q: QArray) -> Encoded:
-    """Return a `QArray` as blocks of the smallest type that holds it exactly.
+    """Return a `QArray` as blocks of the smallest block type that holds it exactly.
 
-    **Raises:** `ValueError`, with the reasons, if no type does.
+    **Raises:** `ValueError`, with the reason for each type, if no type holds it.
     """
     if q.ndim == 0:
         raise ValueError("it is a scalar, but blocks of GGUF have at least 32 values")
@@ -185,7 +193,7 @@ class _Misfit(Exception):
 
 
 def _find_candidates(q: QArray) -> list[BlockType]:
-    """Return the types whose codes can represent the codes of `q`, in the order of their size."""
+    """Return the block types whose codes can hold the codes of `q`, the smallest type first."""
     format = q.format
     if format.is_integer:
         low, high = format.code_range
@@ -221,7 +229,17 @@ def _encode_as(q: QArray, type: BlockType) -> Encoded:
 def _split_floats(
     leaf: Any, shape: tuple[int, ...], type: BlockType, place: Floats, name: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the floats of scales or minima as rows, and the integers that they multiply, or None.
+    """Split scales or minima into the floats and the integers that a block type stores.
+
+    **Arguments:**
+
+    - `leaf`: the scales or minima of a `QArray`, `QArray`s themselves if they have integers.
+    - `shape`: the shape of the `QArray`.
+    - `type`, `place`: the block type, and the place of the scales or minima in it.
+    - `name`: "scale" or "minimum", for errors.
+
+    **Returns:** the floats `[rows, n]`, and the integers that they multiply `[rows, m]`. The
+    integers are None if the type has only floats.
 
     **Raises:** `_Misfit` if the block type cannot hold them.
     """
@@ -243,7 +261,7 @@ def _split_floats(
 
 
 def _cast_exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """Cast floats to the dtype of the file. Raise `_Misfit` if values change."""
+    """Cast floats to `dtype`. Raise `_Misfit`, with their `name`, if a value changes."""
     floats = floats if floats.dtype == np.float64 else floats.astype(np.float32)
     with np.errstate(over="ignore"):
         narrow = floats.astype(dtype)
@@ -257,9 +275,13 @@ def _cast_exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _repeat_to(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Repeat the entries of a leaf to the given shape. Return it as a matrix.
+    """Repeat the entries of an array along its axes until it has the given shape.
 
-    **Raises:** `_Misfit` if its sizes do not divide the shape.
+    `name` is the name of the array in errors.
+
+    **Returns:** a matrix, whose rows are the last axis of the repeated array.
+
+    **Raises:** `_Misfit` if a size of `leaf` does not divide the size in `shape`.
     """
     for axis, (size, count) in enumerate(zip(shape, leaf.shape, strict=True)):
         if count and size % count:
@@ -269,11 +291,14 @@ def _repeat_to(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarra
 
 
 def _field_reader(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.ndarray]:
-    """Return a function from a selection of rows to their codes, `uint8[rows, n]`, none negative.
+    """Return a function that reads some rows of the codes of `q`, as nonnegative integers.
+
+    It takes a slice or indices of rows and returns `uint8[rows, n]`. Rows are along the last axis.
 
     **Arguments:**
 
-    - `format`: the format of these integers. It can represent the codes of `q`.
+    - `format`: the format of the result, which can represent the codes of `q` minus its zero
+      points.
     """
     *leading, size = q.shape
     count = math.prod(leading)

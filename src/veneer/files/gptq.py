@@ -120,8 +120,9 @@ def _read_groups(
 
     **Arguments:**
 
+    - `module`: the name of the module with the weight.
     - `size`, `groups`: the number of inputs and of groups.
-    - `tile`: the stated group size. None if the tensor `g_idx` lists the groups.
+    - `tile`: the stated group size. None to read the group of each input from the tensor `g_idx`.
     """
     index = source.read(f"{module}.g_idx") if tile is None else np.arange(size) // tile
     if index.min() < 0 or index.max() >= groups:
@@ -165,10 +166,11 @@ def _find_module_config(source: StoredTensors, module: str) -> Mapping[str, Any]
 
 
 def _is_version_1(source: StoredTensors) -> bool:
-    """Return whether stored zero points are the actual ones minus one, as in version 1.
+    """Return whether a folder has version 1 of the format: stored zero points are too small by one.
 
-    In a symmetric folder the zero points are known, so they decide. If the stated version is
-    another, a warning says so.
+    `checkpoint_format` in the configuration states the version. But if the weights are symmetric,
+    all zero points must be `2**(bits - 1)`, so the stored ones decide. If they contradict the
+    stated version, a warning says so.
     """
     stated = source.quantization.get("checkpoint_format", "gptq") != "gptq_v2"
     if source.quantization.get("sym") is False:
@@ -197,7 +199,8 @@ def encode_weight(value: Any, *, plus_one: bool = True) -> EncodedWeight:
 
     **Arguments:**
 
-    - `plus_one`: whether to store zero points minus one, as in version 1 of the format.
+    - `plus_one`: whether to store zero points minus one, as in version 1 of the format, whose
+      readers add one.
 
     **Raises:** `UnsupportedByFormat` if GPTQ cannot hold the matrix.
     """
@@ -237,7 +240,7 @@ def make_config(
 
     - `settings`: the settings of each `EncodedWeight`, by module.
     - `dense`: unused. GPTQ does not list modules with dense weights.
-    - `plus_one`: whether the weights have version 1 of the format. See `encode_weight`.
+    - `plus_one`: whether the weights are in version 1 of the format. See `encode_weight`.
     """
     usual = most_common([(x["bits"], x["group_size"]) for x in settings.values()])
     others = {
@@ -257,9 +260,10 @@ def make_config(
 
 
 def choose_version(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `encode_weight` for a dict of tensors.
+    """Return the keyword arguments of `encode_weight` for the tensors of a model: `plus_one`.
 
-    Version 1 stores zero points minus one, so it is chosen only if no zero point is 0.
+    It selects version 1 of the format, which stores zero points minus one, unless a zero point is
+    0.
     """
     weights = (tensors[name] for name in tensors)
     return {"plus_one": all(_fits_version_1(x) for x in weights if isinstance(x, Value))}

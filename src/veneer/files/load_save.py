@@ -102,7 +102,11 @@ def save(
 
 
 def _check_path(path: Any, format: str | None) -> None:
-    """Raise if `path` is not a path, or if a folder would have the name of a file."""
+    """Check the arguments `path` and `format` of `save`.
+
+    **Raises:** `TypeError` if `path` is not a path. `ValueError` if `format` is None, so that a
+    folder is written, and `path` ends like the name of a file: .gguf or .safetensors.
+    """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             f"path must be a string or a Path, not a {type(path).__name__}. "
@@ -184,7 +188,11 @@ class _DamagedTensor(ValueError):
 
 
 class _TensorsByName(LazyTensors):
-    """A `LazyTensors` that raises `_DamagedTensor`, so that callers can tell these errors apart."""
+    """A mapping from names to tensors of an open checkpoint. Each lookup reads the tensor.
+
+    Errors of reading are raised as `_DamagedTensor`, so that callers can tell them from errors
+    about the structure of the tree.
+    """
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.source:
@@ -196,7 +204,7 @@ class _TensorsByName(LazyTensors):
 
 
 class _Placeholder:
-    """A leaf in place of an array that has not been read. It holds the path of the array."""
+    """A leaf in place of an array that has not been read. `path` is its path in the tree."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -236,7 +244,11 @@ def _load_placed(path: Any, node: Node, tensors: Mapping[str, Any], shardings: A
 
 @contextlib.contextmanager
 def _name_folder_in_errors(path: Any, expected: type[Exception]) -> Iterator[None]:
-    """Add the path of the folder to errors. Errors other than `expected` mean a damaged tree."""
+    """Add `path`, the path of the folder, to errors of a `with` block.
+
+    Errors of the type `expected` keep their message. Others mean that the JSON of the tree in
+    `veneer.json` is damaged, and the message says so. All become `ValueError`.
+    """
     try:
         yield
     except _DamagedTensor:

@@ -93,9 +93,11 @@ class DenseEntry:
 class QuantizedEntry:
     """The `veneer.json` entry of a quantized tensor.
 
-    - `format`, `shape`, `dtype`: the number format, and the represented array.
-    - `packed`, `scale`, `zero_point`, `minimum`: the names of safetensors tensors, or nested
-      entries.
+    - `format`: the number format.
+    - `shape`, `dtype`: the shape and dtype of the dense array.
+    - `packed`, `scale`, `zero_point`, `minimum`: the name of the safetensors tensor with the codes,
+      the scales, the zero points and the minima. If these are quantized themselves, it is another
+      entry. None if there are no zero points or no minima.
     - `packing`: the packed `axis` (negative) and its unpacked `size`. None if `packed` holds one
       code per element.
     - `tile_shape`: the number of values along each axis that share a scale.

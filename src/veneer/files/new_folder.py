@@ -109,7 +109,11 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 
 def _move(new: Path, path: Path, old: Path) -> None:
-    """Move `new` to `path`. If a folder exists at `path`, it is moved to `new` or `old`."""
+    """Move the file or folder `new` to `path`.
+
+    A file at `path` is replaced. A folder there is exchanged with `new` if the file system can
+    exchange folders. Otherwise it is first moved to `old`.
+    """
     if not path.is_dir():
         os.replace(new, path)
     elif not _exchange(new, path):
@@ -210,9 +214,10 @@ def _lock(hidden: Path) -> BinaryIO | None:
 
 
 def _find_foreign_file(path: Path) -> str | None:
-    """Return the name of a file in a folder that this package did not write.
+    """Return the name of a file that this package did not write, in the folder `path`.
 
-    Return None if there is no such file, and "it" if the folder as a whole is foreign.
+    Return None if this package wrote all of them. Return "it", for error messages, if `path` is not
+    a folder that this package wrote.
     """
     if path.is_symlink() or not path.is_dir():
         return "it"
@@ -231,7 +236,10 @@ def _find_foreign_file(path: Path) -> str | None:
 
 
 def _read_written_with(file: Path) -> list[str] | None:
-    """Return the names of files that were written together with a safetensors file, if known."""
+    """Return the names of the files that this package wrote next to a safetensors file.
+
+    The metadata of the safetensors file lists them. Return None if it does not, or is damaged.
+    """
     try:
         with TensorFile(file) as tensors:
             names = json.loads(tensors.metadata[WRITTEN_WITH])

@@ -13,11 +13,11 @@ from .folder import TensorFolder
 
 
 class Weight(NamedTuple):
-    """A weight of the dense checkpoint, and the stored tensors that encode it.
+    """A quantized weight of a folder, which several stored tensors encode.
 
-    - `name`, `shape`, `dtype`: describe the dense weight, and are known before it is read.
+    - `name`, `shape`, `dtype`: the name, shape and dtype of the dense weight.
     - `parts`: the names of the stored tensors.
-    - `read`: reads them, and returns the packed weight.
+    - `read`: a function that reads them and returns the packed weight, a `QArray` or `Permuted`.
     """
 
     name: str
@@ -34,7 +34,8 @@ class StoredTensors:
 
     - `folder`: an open folder.
     - `config`: the content of `config.json`.
-    - `quantization`: the entry of `config` about the quantized weights.
+    - `quantization`: the entry of `config` that says how the weights are quantized, such as
+      `quantization_config`. It is an empty dict if `config` has no such entry.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class StoredTensors:
         return np.asarray(self.folder.read(name))
 
     def number(self, of: Mapping[str, Any], key: str, default: int) -> int:
-        """Return the integer `of[key]` of the configuration, or `default` if it is missing or null.
+        """Return the integer `of[key]`, or `default` if it is missing or null.
+
+        `of` is a part of the configuration.
 
         **Raises:** `ValueError` if it is not an integer, or less than 1.
         """
@@ -108,11 +111,11 @@ class StoredTensors:
             ) from None
 
     def stated_size(self, of: Mapping[str, Any], key: str = "group_size") -> int | None:
-        """Return the stated group size: -1 for the whole axis, None if it is not stated.
+        """Return the group size `of[key]`: -1 for the whole axis, None if it is not stated.
 
         **Arguments:**
 
-        - `of`: a dict of the configuration.
+        - `of`: a part of the configuration.
 
         **Raises:** `ValueError` if it is neither -1 nor a positive integer.
         """
@@ -122,17 +125,17 @@ class StoredTensors:
         return None if size is None else -1
 
     def tile(self, name: str, size: int, count: int, *stated: int | None) -> int:
-        """Return how many inputs share a scale.
+        """Return how many inputs of a weight share a scale.
 
         **Arguments:**
 
-        - `name`: the name of the scales, for the error message.
+        - `name`: the name of the tensor with the scales, for the error message.
         - `size`, `count`: the number of inputs, and of scales along them.
-        - `stated`: the group size in each configuration that may apply: -1 for one group, None if a
-          configuration does not state it.
+        - `stated`: candidates for the group size, one per entry of the configuration that may
+          apply: -1 for one group, None if the entry does not state it.
 
-        **Raises:** `ValueError` if no stated size fits the count, if several different ones do, or
-        if none is stated and the count is ambiguous.
+        **Raises:** `ValueError` if no candidate fits `count`, if several different ones do, or if
+        none is stated and `count` is ambiguous.
         """
         tiles = (find_tile(size, count, x) for x in stated or (None,))
         fitting = {min(tile, size) for tile in tiles if tile is not None}
@@ -147,10 +150,11 @@ class StoredTensors:
         )
 
     def dense_dtype(self, scale_dtype: str) -> str:
-        """Return the dtype of the dense checkpoint: as `config.json` states it, or inferred.
+        """Return the dtype of the dense checkpoint.
 
-        A 16-bit dtype of the scales is used. Otherwise, it is the dtype of the dense 16-bit
-        vectors if all of them have the same, else float32.
+        It is the dtype that `config.json` states. If it states none, it is `scale_dtype`, the dtype
+        of the scales, if that has 16 bits. Otherwise it is the dtype of the dense 16-bit vectors if
+        all of them have the same, else float32.
         """
         parts = [self.config, self.config.get("text_config")]
         for part in (part for part in parts if isinstance(part, Mapping)):
@@ -164,7 +168,10 @@ class StoredTensors:
         return narrow[0] if len(narrow) == 1 else "float32"
 
     def error(self, name: str, what: str) -> ValueError:
-        """Return a `ValueError` about a stored tensor, in one line that names the folder."""
+        """Return a `ValueError` about a stored tensor, in one line that names the folder.
+
+        `what` follows the name of the tensor in the message, such as "is not a scale".
+        """
         return ValueError(f"{self.folder.path}: tensor {name!r} {' '.join(what.split())}")
 
     def header(self, name: str) -> jax.ShapeDtypeStruct:
@@ -209,10 +216,10 @@ def make_qarray(
 
 
 def find_tile(size: int, count: int, stated: int | None) -> int | None:
-    """Return how many values share a scale along an axis, or None if the numbers do not fit.
+    """Return how many values share a scale along an axis: the tile size.
 
-    The count alone can be ambiguous: 1000 values with 8 scales may have tiles of 125, or of 128
-    with a shorter last tile.
+    The number of scales alone can be ambiguous: 1000 values with 8 scales may have tiles of 125, or
+    of 128 with a shorter last tile. Return None if it is ambiguous, or does not fit `stated`.
 
     **Arguments:**
 
@@ -231,7 +238,7 @@ def find_tile(size: int, count: int, stated: int | None) -> int | None:
 
 
 def even_tiles(entries: np.ndarray, axis: int, size: int, tile: int) -> np.ndarray:
-    """Repeat scales along an axis so that tiles divide it, as in a `QArray`.
+    """Repeat scales along an axis to smaller tiles that divide it, as a `QArray` requires.
 
     **Arguments:**
 

@@ -60,12 +60,15 @@ def _require_like(what: str) -> NoReturn:
 
 
 def decode(node: Node, array: Callable[[Path, Node], Any]) -> Any:
-    """Return the tree that the JSON of `encode` describes. Unknown classes become dicts.
+    """Return the tree that JSON from `tree_encoding.encode` describes.
+
+    Modules, named tuples and other pytree classes become dicts of their children.
 
     **Arguments:**
 
     - `node`: the JSON of a tree.
-    - `array`: takes the path and the JSON of an array, and returns the leaf. See `read_array`.
+    - `array`: a function that takes the path and the JSON of an array, and returns the array or a
+      placeholder, which becomes the leaf. See `read_array`.
 
     **Raises:** `NotStored` if the tree has an object that files do not store.
     """
@@ -118,7 +121,9 @@ def _children(node: Node) -> Iterable[tuple[str | int, Node]]:
 
 
 def read_array(path: Path, node: Node, tensors: Tensors) -> Any:
-    """Return an array from the JSON of `encode`: a tensor, random keys, or an implicit array.
+    """Return the array that JSON from `tree_encoding.encode` describes.
+
+    It is a dense array, an array of random keys, or an implicit array.
 
     **Arguments:**
 
@@ -146,9 +151,11 @@ def read_array(path: Path, node: Node, tensors: Tensors) -> Any:
 
 
 def _find_class(name: str, where: str) -> type[Value]:
-    """Return the implicit array class with a stored name. It must be imported.
+    """Return the imported class of implicit arrays that has the name `name` in files.
 
-    **Raises:** `NotStored` if no class or several classes have this name.
+    `where` is the path of the array, for errors.
+
+    **Raises:** `NotStored` if no imported class, or several classes, have this name.
     """
     import_module("veneer.types")
 
@@ -166,13 +173,17 @@ def _find_class(name: str, where: str) -> type[Value]:
 
 
 def _build(cls: type[Value], static: Any, children: Mapping[Any, Any], path: Path) -> Value:
-    """Build an implicit array without its constructor, because leaves may be missing.
+    """Build an implicit array without its constructor, which could reject missing leaves.
 
     **Arguments:**
 
-    - `static`: the JSON of the static fields. A field that older versions did not write has its
-      default.
-    - `children`: a dict of the other fields.
+    - `cls`: the class of the array.
+    - `static`: a dict from its static fields to their JSON. A static field that older versions did
+      not write can be missing, and gets its default value.
+    - `children`: a dict from the other fields to their values.
+    - `path`: the path of the array in the tree, for errors.
+
+    **Raises:** `ValueError` if a field is missing or unknown, or a static field has a wrong type.
     """
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     names = [field.name for field in fields]
@@ -209,7 +220,10 @@ def _decode_static(x: Any, what: str) -> Any:
 
 @functools.cache
 def _type_hints(cls: Any) -> dict[str, Any]:
-    """Return the type hints of a class of Veneer, or {} for others, whose hints may be inexact."""
+    """Return the type hints of the fields of a class of Veneer.
+
+    Return {} for classes of others, whose hints may be inexact.
+    """
     return typing.get_type_hints(cls) if cls.__module__.startswith("veneer.") else {}
 
 
@@ -233,9 +247,15 @@ def _has_type(x: Any, hint: Any) -> bool:
 
 
 def restore(node: Node, tensors: Tensors, like: Any) -> Any:
-    """Return the tree that JSON of `encode` describes, with the classes of the tree `like`.
+    """Return the saved tree with the classes of the tree `like`.
 
     Objects that files do not store, such as functions, are taken from `like`.
+
+    **Arguments:**
+
+    - `node`: the JSON of the saved tree, from `tree_encoding.encode`.
+    - `tensors`: a dict from the names in this JSON to the saved tensors.
+    - `like`: a tree of the same structure. Its arrays may be abstract.
 
     **Raises:** `ValueError`, naming the path, if the saved tree differs from `like`.
     """
@@ -282,9 +302,10 @@ def _restore(node: Node, like: Any, path: Path, tensors: Tensors) -> Any:
 
 
 def _match_array(value: Any, like: Any, reject: Callable[[], NoReturn]) -> Any:
-    """Convert a saved array to NumPy or JAX, with the sharding of `like`, to match `like`.
+    """Convert a saved array to NumPy or JAX, like the array `like`, and with its sharding.
 
-    If its shape, dtype or class differs from `like`, call `reject`, which raises.
+    If its shape or dtype differs, or its class while `like` is implicit, call `reject`, which
+    raises an error.
     """
     is_implicit = isinstance(like, Value)
     structures: list[Any] = [jax.tree.structure(x) for x in (value, like)]

@@ -32,7 +32,9 @@ SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
 
 
 def encode(tree: Any) -> tuple[Node, dict[str, Any]]:
-    """Return the structure of a tree as JSON, and a dict of its tensors, to which the JSON refers.
+    """Return the structure of a tree as JSON, and a dict from names to its tensors.
+
+    The JSON refers to the tensors by these names, which are made from their paths.
 
     **Raises:** `TypeError`, naming the path, for a leaf or key that cannot be stored. `ValueError`
     if the tree is too deep.
@@ -71,6 +73,8 @@ def _encode(node: Any, path: Path, leaves: dict[str, Any]) -> Node:
 
 def flatten_one_level(node: Any, path: Path) -> tuple[list[str | int], list[Any], Any] | None:
     """Return the keys, the children and the treedef of a pytree node, or None for a leaf.
+
+    `path` is the path of the node, for errors.
 
     **Raises:** `TypeError` for a key that is neither a string nor an integer. `ValueError` for a
     string that is not valid Unicode text.
@@ -152,7 +156,10 @@ def is_array(x: Any) -> bool:
 
 
 def is_opaque_leaf(x: Any) -> bool:
-    """Return whether only the name of a leaf is stored: a function, a dtype or an enum member."""
+    """Return whether `x` is a function, a dtype or an enum member.
+
+    A file stores only the name of such a leaf, so loading takes it from the tree `like`.
+    """
     return isinstance(x, np.dtype | enum.Enum) or (callable(x) and not is_array(x))
 
 
@@ -163,14 +170,17 @@ def _has_all_leaves(q: QArray) -> bool:
 
 
 def encode_metadata(value: Value, children: Sequence[str | int]) -> dict[str, Any]:
-    """Return a dict from the static fields of an implicit array to their JSON."""
+    """Return a dict from the static fields of an implicit array to their JSON.
+
+    `children` are the names of the other fields, which hold arrays.
+    """
     fields = dataclasses.fields(value)  # type: ignore[arg-type]
     names = [field.name for field in fields if field.name not in children]
     return {name: encode_static(getattr(value, name, None)) for name in names}
 
 
 def encode_static(x: Any) -> Any:
-    """Return the value of a static field as JSON."""
+    """Return the value of a static field as JSON. Objects of other types are stored as a name."""
     if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
         return x
     if type(x) is tuple:
@@ -183,15 +193,20 @@ def encode_static(x: Any) -> Any:
 
 
 def describe_opaque(x: Any) -> str:
-    """Return the name of an object that is not stored. It is the same in every process."""
+    """Return the name of an object that files do not store, such as a function.
+
+    Loading compares it with the name of the object in `like`. It is the same in every process,
+    because it has no memory address.
+    """
     text = getattr(x, "__qualname__", None) or repr(x)
     return describe_type(x) if " at 0x" in text else text
 
 
 def name_of_class(cls: type) -> str:
-    """Return the name of a class in a file. Classes of Veneer are stored without their module.
+    """Return the name of a class in a file.
 
-    Classes of `veneer.interop` are stored with it, because other classes have the same names.
+    Classes of Veneer are stored without their module, so that they can move. Classes of
+    `veneer.interop` are stored with it, because some have the names of other classes of Veneer.
     """
     module = cls.__module__
     is_ours = module.startswith("veneer.") and not module.startswith("veneer.interop.")
