@@ -1,19 +1,23 @@
-"""The core: implicit values, rules, and the trace that runs them. It knows no concrete type.
+"""The core: implicit values, rules, and the trace that runs the rules. It names no array type.
+
+An implicit value is a pytree that represents a dense array. A rule implements a JAX primitive for
+operands of given types.
 
 The modules here are the core. Each imports only modules above it, and `_jax`:
 
-    tree              classes as dataclasses and pytrees
+    tree              makes each class of implicit values a frozen dataclass and a pytree
     errors            errors for mistakes in types, rules and calls, with the remedy
     policy            Event, a record of a primitive that ran on an implicit operand, and the
-                      reaction to it: allow, warn, raise, collect
-    leaf_axes         LeafAxis: how the axes of leaves correspond to dense axes
+                      reaction to an event: allow, warn, raise, collect
+    leaf_axes         LeafAxis: how the axes of stored leaves correspond to axes of the dense array
     value             Value, the base class of implicit arrays, and materialise
     sources           the weights that a value comes from, for reports
     rules             register, and the selection of a rule by operand types
-    dispatch          run a primitive by a rule, a default, or materialization
-    nesting           nested calls of implicit, and values that programs build
-    trace             the trace, which wraps implicit values only, and redispatch, which runs a
-                      function with the rules in force
+    dispatch          run a primitive by a rule, by the method `default` of an operand's class, or
+                      on materialized operands
+    nesting           nested calls of implicit, and implicit values that programs build
+    trace             the trace, whose tracers hold implicit values, and redispatch, which calls a
+                      function so that its primitives run by the rules of implicit arguments
 
 The packages, which import the core:
 

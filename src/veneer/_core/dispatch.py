@@ -1,4 +1,8 @@
-"""Dispatch: run a primitive on implicit operands by a rule, a default, or materialization."""
+"""Dispatch: choose how a primitive with implicit operands (`Value`) runs, and run it.
+
+It runs by a registered rule, by the method `default` of an operand's class, or on the dense arrays
+of its operands.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,8 +32,9 @@ _NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
 def dispatch(primitive: Primitive, values: Sequence[Any], params: Params) -> Any:
     """Run a primitive with at least one implicit operand, and return its results.
 
-    Use the first of these that does not return NotImplemented: a matching rule, the `default` of
-    the operand types, a rule for all types, and the primitive on materialized operands.
+    `values` are the operands. Use the first of these that does not return NotImplemented: a rule
+    that accepts the operand types, the method `default` that an operand's class defines, a rule for
+    all implicit types, and the primitive on materialized operands.
     """
     out = apply_rules(primitive, values, params)
     if out is not NotImplemented:
@@ -63,7 +68,8 @@ def apply_rules(
 ) -> Any:
     """Run the rules that accept the operands, the most specific first, until one has a result.
 
-    Return NotImplemented if no rule accepts the operands or all rules return NotImplemented.
+    `target` is the primitive or jitted function whose rules are tried, and `values` are the
+    operands. Return NotImplemented if no rule accepts them, or all rules return NotImplemented.
     `only_generic` skips all rules but those for all types, which have a negative precedence.
     """
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
@@ -87,7 +93,11 @@ def apply_rules(
 
 
 def _call_rule(function: Callable, target: Target, values: Sequence[Any], params: Params) -> Any:
-    """Call the function of a rule. Name the rule in errors of recursion and of its signature."""
+    """Call `function`, the rule of the primitive `target`, with operands and parameters.
+
+    If the rule calls itself without an end, or does not accept the arguments, raise an error with
+    its file and line.
+    """
     try:
         return function(*values, **params)
     except RecursionError as error:  # `function` and `target` are read from the stack frames
@@ -106,9 +116,10 @@ def _call_rule(function: Callable, target: Target, values: Sequence[Any], params
 def _check_and_report(
     target: Target, values: Sequence[Any], params: Params, out: Any, location: str, name: str
 ) -> Any:
-    """Check and report `out`, the result of a rule. Return `out` with JAX arrays for NumPy arrays.
+    """Check the shape and dtype of `out`, the result of a rule, and emit the event of the rule.
 
-    `location` is the file and line of the rule. `name` is the name of the rule in error messages.
+    Return `out`, with NumPy arrays and Python numbers converted to JAX arrays. `location` is the
+    file and line of the rule. `name` is the name of the rule in error messages.
     """
     _check_result(target, values, params, out, name)
     if current_policy() is not ALLOW:
@@ -163,7 +174,10 @@ def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
 
 @lru_cache(maxsize=4096)
 def _abstract_results(target: Target, avals: Any, param_items: Any) -> list[Any] | None:
-    """Return the shape and dtype of each result for operand types `avals`, or None if invalid."""
+    """Return the shape and dtype of each result of `target` for dense operands of types `avals`.
+
+    Return None if `target` rejects these types. `param_items` are the parameters, as pairs.
+    """
     try:
         out, _ = target.abstract_eval(*avals, **dict(param_items))
     except Exception:  # a primitive may raise anything for operands that it does not take

@@ -40,11 +40,11 @@ CHECK_BUGS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
 
 def check_fields(value: Any, error: Exception | None = None) -> None:
-    """Raise `TypeError` if an implicit array has an unhashable static field or a leaf of no array.
+    """Raise `TypeError` if an implicit array has an unhashable static field or a non-array leaf.
 
     `error` is an error that a method of the implicit array has raised. If JAX raised it because the
-    method needs the concrete value of a traced bool or integer, raise an error that names this
-    leaf.
+    method needs the concrete value of a traced bool or integer, raise a `TypeError` that names the
+    leaf with this value.
     """
     check_metadata(value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
@@ -116,7 +116,12 @@ def reject_refs_and_float0(values: Sequence[Any], error: Exception | None = None
 
 
 def derivatives_error(name: str, mention_hijax: bool = False) -> TypeError:
-    """Return the error for an operand of type `name` whose leaves are derivatives."""
+    """Return the error for an implicit array that cannot be an operand: its leaves are derivatives.
+
+    `jax.grad` returns such an array, with a gradient in place of each leaf. It represents no dense
+    array. The message begins with `name`: the class of the implicit array, or the call that takes
+    it. `mention_hijax` adds remedies that use `vn.hijax`.
+    """
     remedy = (
         " With vn.hijax.enabled(), the backward rule of a jax.custom_vjp gets the dense cotangent. "
         "vn.ste gives a function the derivative of the identity."
@@ -129,7 +134,7 @@ def derivatives_error(name: str, mention_hijax: bool = False) -> TypeError:
 
 
 def is_marked_as_derivatives(value: Any) -> bool:
-    """Return whether `vn.hijax` has marked an implicit array that holds derivatives of leaves."""
+    """Return whether `vn.hijax` has marked an implicit array whose leaves are derivatives."""
     return getattr(value, "_holds_derivatives", False)
 
 
@@ -140,7 +145,10 @@ def holds_derivatives(value: Any) -> bool:
 
 
 def reject_derivatives(value: Any, error: Exception | None = None) -> None:
-    """Raise `TypeError`, caused by `error`, if the leaves of an implicit array are derivatives."""
+    """Raise `TypeError`, caused by `error`, if the leaves of an implicit array are derivatives.
+
+    Such an array, which `jax.grad` returns, represents no dense array.
+    """
     if holds_derivatives(value):
         raise derivatives_error(type(value).__name__, value.dense_tangent) from error
 

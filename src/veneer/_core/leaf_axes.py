@@ -63,7 +63,12 @@ class LeafAxis(NamedTuple):
 
 
 class Movement(NamedTuple):
-    """The effect of a primitive such as `transpose` or `reshape` on the axes of its operand."""
+    """The effect of a primitive such as `transpose` on the axes of its operand.
+
+    `shape` is the shape of the result. `axes[i]` is the index in the result of the operand's axis
+    `i`, or None if the result does not have it. `reorders` is True if axes are permuted, merged or
+    split.
+    """
 
     shape: Shape  # the shape of the result
     axes: tuple[int | None, ...]  # for each axis of the operand, its index in the result; or None

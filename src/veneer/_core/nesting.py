@@ -68,8 +68,8 @@ class use_trace:
 def mark_staging_trace() -> AbstractContextManager[None]:
     """Return a context for a rule that traces a program to a jaxpr with the current trace.
 
-    In this context, operands that look dense in the trace are not taken for implicit arrays of
-    outer calls of `implicit`, because the rule was selected for the types of all operands.
+    In this context, `mixes_with_outer` treats tracers of the current trace as dense. They cannot be
+    implicit arrays of an outer call, because the rule was selected by the types of all operands.
     """
     return set_variable(_staging_trace, current_trace())
 
@@ -107,8 +107,8 @@ def _traces_hiding_values(trace: Any) -> list[Any]:
     """Return the traces whose tracers look dense but may be implicit in an outer call.
 
     These are traces of `jit`, `grad` and others inside a call of `implicit` that has implicit
-    arrays. Search outwards from `trace`, up to the trace that `mark_staging_trace` marked or a call
-    with a filter.
+    arrays. Search outwards from `trace`, up to the trace that `mark_staging_trace` marked or to a
+    call of `implicit` with a `filter_spec`.
     """
     traces: list[Any] = []
     since_implicit: list[Any] = []  # the traces since the last `implicit` trace
@@ -158,15 +158,18 @@ def outside_implicit_error(value: Value) -> OutsideImplicitError:
 
 
 def builds_values(primitive: Primitive, params: dict[str, Any]) -> bool:
-    """Return whether a primitive is `pack`, or has a parameter that is a jaxpr with `pack`."""
+    """Return whether a primitive is `pack`, or has a parameter that is a jaxpr with `pack`.
+
+    `pack` builds an implicit array from its leaves. If it was never used, do not search the jaxpr.
+    """
     return _is_pack_used and is_or_contains(primitive, params, pack.name)
 
 
 def compose_value(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:
-    """Return an implicit array built by a program, with the paths of its weights for reports.
+    """Return an implicit array that a program built, and record the weights it is built from.
 
-    If a leaf is an implicit array that the type does not accept, such as a `Quantity` in a
-    `Diagonal`, report this and return the dense array of `value`. For that, `run(function,
+    If a leaf is an implicit array that the type of `value` does not accept, such as a `Quantity` in
+    a `Diagonal`, report this and return the dense array of `value`. For that, `run(function,
     leaves)` must call `function(*leaves)` with the rules of the leaves.
     """
     leaves, structure = jax.tree.flatten(value, is_leaf=is_part(value))

@@ -61,7 +61,10 @@ class MaterialiseWarning(UserWarning):
 
 
 class Operands(NamedTuple):
-    """A description of the operands of a primitive, with one entry per operand in each field."""
+    """A description of the operands of a primitive, for an `Event`.
+
+    Each field has one entry per operand.
+    """
 
     shown: tuple[str, ...]  # the display text, such as "QArray:f32[2,2]"
     sources: tuple[Source, ...]  # the paths of the weights that the operand comes from
@@ -187,7 +190,10 @@ OnMaterialise = (
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """The reaction to an implicit array that is materialized. Policies are compared by identity."""
+    """The reaction to the events of a call of `implicit`, set by `on_materialise`.
+
+    Policies are compared by identity.
+    """
 
     on_materialise: OnMaterialise = "allow"
     events: list[Event] | None = None  # a list to which each event is added
@@ -220,8 +226,9 @@ def current_policy() -> Policy:
 def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
     """Return a context in which `policy` is the current policy, the reaction to materialization.
 
-    A function that runs later gets the policy under which it was defined. If that was `RECORD`, and
-    its block of `recorded_events` has ended, the context keeps the current policy.
+    A derivative rule that JAX runs later gets the policy under which its function was traced. If
+    that was `RECORD`, the policy in `recorded_events`, and no such block is running, the context
+    keeps the current policy.
     """
     has_ended = policy is RECORD and _recorded.get(None) is None
     return nullcontext() if has_ended or policy is _policy.value else _policy(policy)
@@ -239,10 +246,10 @@ def policy_of(choice: OnMaterialise) -> Policy:
 
 
 def nested_policy(policy: Policy) -> AbstractContextManager[None]:
-    """Return a context in which `policy`, of a nested call of `implicit`, is in force.
+    """Return a context in which `policy`, of a nested call of `implicit`, is the current policy.
 
-    `ALLOW` keeps the policy of the outer call. If the outer policy collects events in a list, the
-    nested policy adds its events to that list, too.
+    If `policy` is `ALLOW`, the policy of the outer call stays. If the outer policy collects events
+    in a list, the events of the nested call are added to that list, too.
     """
     if policy is ALLOW:
         return nullcontext()
@@ -262,9 +269,10 @@ def set_variable(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def recorded_events() -> Iterator[list[Event]]:
-    """Yield a list that collects the events of the block. The block emits no warnings or errors.
+    """Yield a list that collects the events of a `with` block, without warnings and errors.
 
-    The caller traces a program in the block. Each call of the program emits the listed events.
+    The caller traces a program in the block. Each later call of the traced program then emits the
+    events in the list.
     """
     events: list[Event] = []
     with set_variable(_recorded, events), policy_in_force(RECORD):
@@ -274,7 +282,8 @@ def recorded_events() -> Iterator[list[Event]]:
 def must_replay_events(policy: Policy) -> bool:
     """Return whether each call of a traced program must emit the events of its trace again.
 
-    Under `ALLOW`, events have no effect. Under `ERROR`, tracing has raised the error already.
+    They need not under the policy `ALLOW`, where events have no effect, and under `ERROR`, where
+    tracing has raised the error already.
     """
     return policy not in (ALLOW, ERROR)
 
@@ -311,7 +320,11 @@ def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
 
 
 def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
-    """Emit the event of the rule at the line `rule`, if it materialized or events are collected."""
+    """Emit the event of a rule that ran, if it materialized an operand or events are collected.
+
+    `rule` is the file and line of the rule. `operands` is called for a description of the operands
+    only if the event is emitted.
+    """
     policy, (how, dense, no_kernel) = _policy.value, _how.get()
     _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
@@ -322,7 +335,10 @@ def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> 
 
 
 def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
-    """Emit the event of a primitive that runs on materialized operands, for the reason `why`."""
+    """Emit the event of a primitive that runs on materialized operands, for the reason `why`.
+
+    `operands` is called for a description of the operands only if the policy is not `ALLOW`.
+    """
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
         event = Event(primitive, shown, None, sum(dense), user_line(), why, sources, dense, caches)

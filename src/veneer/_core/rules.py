@@ -400,7 +400,10 @@ def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], nam
 
 
 def _can_swap_operands(rule: RegisteredRule) -> bool:
-    """Return whether a rule takes two operands of different classes that set `commute_ops`."""
+    """Return whether a rule for operand types `(T, U)` also serves `(U, T)`.
+
+    It must take two operands of different classes, and no class may set `commute_ops = False`.
+    """
     if len(rule.operands) != 2 or rule.operands[0] == rule.operands[1] or rule.variadic is not None:
         return False
     classes = rule.operands[0] | rule.operands[1]

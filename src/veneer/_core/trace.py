@@ -1,6 +1,7 @@
-"""The trace of `implicit`, and `run`, which runs a function with the rules in force.
+"""The trace of `implicit`, and `run`, which calls a function with the rules in force.
 
-The trace wraps only implicit values, and passes other primitives on.
+"With the rules in force" means that implicit values are tracers of this trace, so that primitives
+with such an operand run by rules. All other primitives run in the trace outside of `implicit`.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +51,9 @@ class ImplicitTrace(Trace):
     """A trace that runs rules for primitives with an implicit operand of this trace.
 
     All other primitives go to `parent`, the trace that was current when `implicit` was called.
-    `tag` identifies the call of `implicit`. If JAX runs a derivative rule of the program later, the
-    rule has another trace with the same tag. `no_filter` is False if the call has a `filter_spec`.
+    `tag` identifies the call of `implicit`: if JAX runs a derivative rule of the program later, the
+    rule has another trace with the same tag. `no_filter` is False if the call of `implicit` has a
+    `filter_spec`.
     """
 
     __slots__ = ("holds_values", "no_filter", "outer", "parent", "tag")
@@ -90,7 +92,8 @@ class ImplicitTrace(Trace):
     ) -> Any:
         """Run a primitive by `dispatch` if an operand is implicit, else in the parent trace.
 
-        If a jaxpr in `params` builds implicit values from dense operands, run the structural rule.
+        If no operand is implicit, but a jaxpr in `params` builds implicit values, run the rule of
+        the primitive for all types, such as the rule of `scan`.
         """
         tag, parent = self.tag, self.parent
         for x in tracers:  # faster than any()

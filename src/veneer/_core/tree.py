@@ -1,4 +1,4 @@
-"""Classes of implicit values as dataclasses and pytrees."""
+"""Make classes of implicit values frozen dataclasses and pytrees, and inspect their fields."""
 
 import contextlib
 import dataclasses
@@ -48,7 +48,7 @@ def static(**kwargs: Any) -> Any:
 
 
 def _is_static(field: dataclasses.Field) -> bool:
-    """Return whether a field is metadata. `flax.struct` marks it with `pytree_node=False`."""
+    """Return whether a field is metadata, marked as `static` or with `pytree_node=False` (flax)."""
     metadata = field.metadata
     return metadata.get("static", False) or not metadata.get("pytree_node", True)
 
@@ -178,7 +178,11 @@ def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 class ArrayFields(NamedTuple):
-    """The array fields of a class, read from the annotations."""
+    """The array fields of a class, according to its annotations.
+
+    `required` are the names of the fields that always hold an array. `is_complete` is True if each
+    other field is static or annotated as possibly None.
+    """
 
     required: frozenset[str]  # the fields that always hold an array, dense or implicit
     is_complete: bool  # whether each field is required, static, or annotated as possibly None

@@ -154,14 +154,17 @@ class Value:
         return None
 
     def _movable(self) -> "Value":
-        """Return an equal value whose leaves can be sliced, transposed and reshaped."""
+        """Return an equal value whose leaves can be sliced, transposed and reshaped.
+
+        The default returns this value. `QArray` overrides this method, to unpack codes.
+        """
         return self
 
     def _moved(self, movement: Movement) -> Any:
         """Return this value with its metadata (static fields) adapted to a `Movement` of its axes.
 
-        The leaves were sliced, transposed or reshaped already. Return NotImplemented if that cannot
-        be right for any metadata. The result on the leaves is then discarded.
+        The leaves were sliced, transposed or reshaped already. Return NotImplemented if no metadata
+        can fit the new leaves. The caller then discards them, and tries the next rule.
         """
         return NotImplemented if movement.reorders and has_metadata(self) else self
 
@@ -185,9 +188,10 @@ _SLOTS = {name: vars(Value)[name] for name in Value.__slots__}
 
 
 def get_cached(value: Value, name: str, default: Any = None) -> Any:
-    """Return an attribute of `Value.__slots__`, or `default` if the attribute is not set.
+    """Return the attribute `name`, one of `Value.__slots__`, or `default` if it is not set.
 
-    `getattr` would then call a `__getattr__` of the class, which may look in a field instead.
+    Use this instead of `getattr`, which calls the `__getattr__` of a class for a missing attribute.
+    That method may return the attribute of a field.
     """
     try:
         return _SLOTS[name].__get__(value)
@@ -279,7 +283,7 @@ def materialise_one(x: Any) -> Any:
 
 
 def _tree_type(value: Value) -> Any:
-    """Return the tree structure of an implicit array and the types of its leaves."""
+    """Return a pair: the tree structure of an implicit array, and the types of its leaves."""
     leaves, structure = jax.tree.flatten(value)
     return structure, list(map(jax.typeof, leaves))
 
@@ -393,7 +397,10 @@ def _summary(x: Any) -> str:
 
 
 def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
-    """Return the type of the dense array by tracing `materialise`. Add a note to its errors."""
+    """Return the shape and dtype of the dense array by tracing `materialise`.
+
+    If `materialise` raises an error, add a note to it. `x64` is the state of `jax.enable_x64`.
+    """
     leaves, treedef = jax.tree.flatten(value)
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
@@ -410,7 +417,10 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
 
 @lru_cache(maxsize=4096)
 def _find_aval(treedef: Any, leaf_types: Any, _x64: bool) -> jax.core.ShapedArray:
-    """Return the type of the dense array for these leaf types. `_x64` is only a cache key."""
+    """Return the shape and dtype of the dense array of an implicit array with these leaf types.
+
+    `treedef` is the tree structure of the implicit array. `_x64` is only a part of the cache key.
+    """
 
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)

@@ -145,7 +145,10 @@ def check_rules(
 
 
 def _programs_for(x: Any) -> dict[str, Program]:
-    """Return the test programs for a dense array. Add solves for a well-conditioned matrix."""
+    """Return the test programs for an array type whose dense array is `x`.
+
+    They include linear solves if `x` is a well-conditioned square matrix of floats.
+    """
     programs = programs_for_shape(x.shape)
     is_square = x.ndim == 2 and x.shape[0] == x.shape[1] and x.size > 0
     if is_square and x.dtype.name in ("float32", "float64"):
@@ -158,10 +161,10 @@ def _programs_for(x: Any) -> dict[str, Program]:
 
 
 class _Check:
-    """The programs that ran on an example, the rules that they used, and the differences.
+    """A check of one implicit array, the example: programs, rules that ran, and differences.
 
-    An error whose message has `type_name` means that the array type rejects the program. If
-    `type_name` is None, every error counts as a difference.
+    If a program raises an error whose message contains `type_name`, the array type rejects the
+    program. All other errors count as differences. If `type_name` is None, every error does.
     """
 
     def __init__(self, example: Any, dense: Callable, type_name: str | None, tolerance: float):
@@ -182,7 +185,10 @@ class _Check:
             )
 
     def run_programs(self, programs: Mapping[str, Program]) -> None:
-        """Run the programs that JAX supports for the dense array, and record the rules."""
+        """Run the programs on the example, and store which rules ran.
+
+        Skip programs that raise an error for the dense array of the example.
+        """
         x, d = self.dense_example, self._operand
         is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
         for name, program in programs.items():
@@ -198,7 +204,10 @@ class _Check:
         self._compare("", self.programs, run, self._example, record=True)
 
     def run_on_stacks(self) -> None:
-        """Run one program per rule on a stack of two examples, if their leaves can be stacked."""
+        """Run one program per rule on a stack of two examples, under `vmap` and in a `scan`.
+
+        Do nothing if the stacked leaves do not represent the stacked dense arrays.
+        """
         example, d = self._example, self._operand
         stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), example)
         try:
@@ -225,7 +234,10 @@ class _Check:
         self._compare("vmap outside", self._rule_programs, run_vmap_outside, stack)
 
     def run_derivatives(self) -> None:
-        """Differentiate one program per rule with respect to the leaves, if it is smooth."""
+        """Compare gradients with respect to the leaves of the example, in one program per rule.
+
+        Skip the programs in `NOT_SMOOTH`, whose derivatives jump or are inaccurate.
+        """
         smooth = {n: f for n, f in self._rule_programs.items() if n not in NOT_SMOOTH}
 
         def run(program: Program, transform: Callable, w: Any) -> Any:
@@ -285,7 +297,11 @@ class _Check:
                 self.differences[title(name)] = text
 
     def _record_error(self, name: str, error: Exception) -> None:
-        """Store an error of a program as a rejection, if that is allowed, or as a difference."""
+        """Store the error of a program under the key `name`, in `refused` or in `differences`.
+
+        It is a rejection, stored in `refused`, if the message names the array type and the caller
+        allows rejections (`type_name` is set).
+        """
         text = " ".join(str(error).split())
         may_reject = isinstance(error, TypeError | ValueError) and self._type_name is not None
         if may_reject and str(self._type_name) in text:
@@ -294,7 +310,10 @@ class _Check:
             self.differences[name] = f"{type(error).__name__}: {text}"
 
     def _record_events(self, name: str, events: Iterable[Any]) -> None:
-        """Store which rules ran in a program, and which primitives materialized the array."""
+        """Store which rules ran in a program, and which primitives materialized the example.
+
+        `name` is the name of the program, and `events` has the `vn.Event`s of its run.
+        """
         for event in events:
             if event.rule is None:
                 self.made_dense.add(event.primitive)
@@ -306,7 +325,10 @@ class _Check:
 
 
 def _nonzero_array_like(x: jax.Array) -> jax.Array:
-    """Return an array of the same shape and dtype, without zeros. Float entries are distinct."""
+    """Return an array with the shape and dtype of `x`, without zeros. Float entries are distinct.
+
+    If the dtype is neither floating, complex nor integer, return `x`.
+    """
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return (1 + jnp.arange(x.size) / max(x.size, 1)).reshape(x.shape).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jnp.integer):
@@ -349,7 +371,10 @@ def _compare_trees(result: Any, expected: Any, dtype: Any, tolerance: float) -> 
 
 
 def _compare_arrays(x: Any, y: Any, dtype: Any, tolerance: float) -> str | None:
-    """Describe the difference of two arrays. Return None if they agree within the tolerance."""
+    """Describe the difference of two arrays. Return None if they agree within the tolerance.
+
+    `y` is the expected result. `dtype` and `tolerance` are the same as in `_compare_trees`.
+    """
     if (x.shape, x.dtype) != (y.shape, y.dtype):
         return f"{jax.typeof(x)}, where the dense array gives {jax.typeof(y)}"
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

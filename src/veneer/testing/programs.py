@@ -136,7 +136,10 @@ def _square_products() -> Iterator[tuple[str, Program]]:
 
 
 def moves(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield `(name, program)` pairs. Each program moves the entries of an array `w`."""
+    """Yield `(name, program)` pairs, for an array `w` of this shape.
+
+    Each program takes `w`, and slices, transposes, reshapes, repeats or gathers its entries.
+    """
     ndim = len(shape)
     for axis in range(ndim):
         yield from _moves_along_axis(axis, shape)

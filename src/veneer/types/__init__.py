@@ -5,15 +5,15 @@
     sparse          `SparseArray`, which stores the nonzero entries
     sparse_rules    the rules of JAX's primitives for `SparseArray`
     nm_sparse       `NMSparse`, which stores n of every m neighboring entries
-    masked          `Masked`, with invalid entries
+    masked          `Masked`, with a mask of invalid entries
     named           `Named`, with axis names
     quantity        `Quantity`, with a unit of astropy or pint
     prng            `PRNGKey`, random keys stored as integers
-    basis           arrays stored in another basis: `Permuted`, `Scaled`
-    rotated         `Rotated`, stored in a basis that spreads outliers
-    constant        `Constant`
-    frozen          `Frozen`
-    lazy            `Lazy`
+    basis           arrays stored permuted or scaled along an axis: `Permuted`, `Scaled`
+    rotated         `Rotated`, stored rotated by an orthogonal matrix, which spreads outliers
+    constant        `Constant`, whose entries are all equal
+    frozen          `Frozen`, which gets no gradient
+    lazy            `Lazy`, which is computed when an operation needs it
 
 Modules that several types use:
 

@@ -31,11 +31,11 @@ Places = Mapping[int, int]
 
 
 class InBasis(ImplicitArray, abstract=True):
-    """An array stored as `array`, in another basis along some axes.
+    """The base class of arrays that are stored in another basis along some axes.
 
-    Along such an axis, the dense array is `T.T @ array`, with an orthogonal or diagonal matrix `T`.
-    A product that contracts the axis transforms its other operand instead of the array: `(T.T @
-    array).T @ x` is `array.T @ (T @ x)`.
+    The field `array` has the stored array. Along such an axis, the dense array is `T.T @ array`,
+    with an orthogonal or diagonal matrix `T`. A product that contracts the axis transforms its
+    other operand instead of the stored array: `(T.T @ array).T @ x` is `array.T @ (T @ x)`.
     """
 
     metadata_is_meaning: ClassVar[bool] = False
@@ -57,24 +57,27 @@ class InBasis(ImplicitArray, abstract=True):
         raise NotImplementedError
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Transform an array into the basis, such as the operand of a product.
+        """Multiply `x` by the matrix `T` along the transformed axes.
+
+        `x` is, for example, the other operand of a product that contracts these axes.
 
         **Arguments:**
 
         - `x`: a floating array, dense or implicit.
-        - `places`: a dict from axes of this array to the corresponding axes of `x`.
+        - `places`: a dict from the axes of `self` to the corresponding axes of `x`.
         """
         raise NotImplementedError
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Transform an array out of the basis, such as the result of a product.
+        """Multiply `x` by `T.T` along the transformed axes: the transpose of `into_basis`.
 
-        This is the transpose of `into_basis`, with the same arguments.
+        `x` is, for example, the result of a product that contracts other axes. The arguments have
+        the same meaning as in `into_basis`.
         """
         raise NotImplementedError
 
     def with_array(self, array: Any) -> Any:
-        """Return a copy that stores `array`, which must already be in the basis."""
+        """Return a copy with another field `array`, which must already be in the basis."""
         return dataclasses.replace(self, array=array)
 
     def stored(self, dense: Any) -> Any:
@@ -120,7 +123,7 @@ def _align(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
 
 
 def _broadcasts_to(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether an array has the rank of another, and along each axis its size or 1."""
+    """Return whether an array of shape `sizes` has the rank of `shape`, and equal sizes or 1."""
     pairs = zip(sizes, shape, strict=False)
     return len(sizes) == len(shape) and all(n in (1, size) for n, size in pairs)
 
@@ -185,7 +188,10 @@ def _(w: InBasis, **params: Any) -> Any:
 
 @register("gather")
 def _(w: InBasis, indices: ArrayLike, **params: Any) -> Any:
-    """Look up rows that are not sliced along transformed axes, and transform them back."""
+    """Look up rows of the stored array, and transform the rows back to the dense basis.
+
+    Return NotImplemented if the rows are sliced along a transformed axis.
+    """
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     axes = w.basis_axes()
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}

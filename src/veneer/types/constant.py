@@ -99,7 +99,7 @@ class Constant(ImplicitArray):
 
 
 def _broadcast(fill: Any, shape: Sequence[int]) -> Any:
-    """Broadcast a fill to `shape`. The axes of the fill become the first axes of the result."""
+    """Broadcast `fill`, the field of a `Constant`, to `shape`. Its axes become the first axes."""
     return lax.broadcast_in_dim(fill, shape, range(jnp.ndim(fill)))
 
 
@@ -137,7 +137,10 @@ for _primitive in ELEMENTWISE:
 
 
 def _widen(dtype: Any) -> Any:
-    """Return float32 for narrower floats, in which the number of entries could overflow."""
+    """Return float32 for a narrower floating dtype, and any other dtype unchanged.
+
+    A number of entries can overflow in 16 bits.
+    """
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if is_narrow else dtype
 

@@ -41,8 +41,8 @@ def register_unary(cls: Any, name: str, apply: Callable[..., Any]) -> None:
 
     - `cls`: an implicit type, or a union of implicit types.
     - `name`: the name of the primitive.
-    - `apply`: a function of an array of this type and a function such as `sqrt`, which applies the
-      function to leaves of the array.
+    - `apply`: a function `apply(x, f)`. It applies `f`, the primitive with its parameters, to the
+      leaves of `x`, an array of the type `cls`, and returns the result of the rule.
     """
     primitive = find_primitive(name)
 
@@ -56,8 +56,8 @@ def register_zero_preserving(
 ) -> None:
     """Register rules for the unary primitives that map 0 to 0, for a type that stores no zeros.
 
-    `cls` and `apply` are the same as in `register_unary`. For linear primitives, `apply_linear` is
-    used in place of `apply`, if it is given.
+    `cls` and `apply` are the same as in `register_unary`. If `apply_linear` is given, it replaces
+    `apply` for the primitives in `LINEAR`, such as `neg`.
     """
     for name in LINEAR:
         register_unary(cls, name, apply_linear or apply)

@@ -1,4 +1,4 @@
-"""`Label`: the base class of arrays with static metadata, which laws propagate."""
+"""`Label`: the base class of arrays with static metadata, such as a unit or axis names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,10 +14,10 @@ from .._jax.primitives import Primitive
 class Label(ImplicitArray, abstract=True):
     """An array with static metadata: the base class of `Named` and `Quantity`.
 
-    A primitive runs on the arrays, which may be implicit. A function per primitive, its law,
-    computes the metadata of the results from the metadata of the operands. If operands have labels
-    of two classes, the class with the higher `default_precedence` handles the primitive, and treats
-    the other label as an array.
+    A label is an instance of a subclass. A primitive runs on the arrays in the labels, which may be
+    implicit. The *law* of a primitive is a function that computes the metadata of the results from
+    the metadata of the operands. If the operands are labels of two classes, the class with the
+    higher `default_precedence` handles the primitive, and treats the other label as an array.
 
     Labels have no rules of primitives, but the method `default`, which runs if no rule fits. So the
     rules of other types run first, also if one of their operands is a label.
@@ -70,7 +70,7 @@ class Label(ImplicitArray, abstract=True):
 
         **Arguments:**
 
-        - `law`: an item of `laws`.
+        - `law`: the function in `laws` for the primitive.
         - `values`, `params`: the operands and the parameters of the primitive.
 
         **Returns:** the arrays on which the primitive runs, and the metadata of its results: one
@@ -81,5 +81,5 @@ class Label(ImplicitArray, abstract=True):
 
     @classmethod
     def attach(cls, array: Any, metadata: Any) -> Any:
-        """Return an array with metadata as a label. If the metadata is empty, return the array."""
+        """Return `array` as a label with this metadata. If `metadata` is empty, return `array`."""
         raise NotImplementedError

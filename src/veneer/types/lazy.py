@@ -23,7 +23,10 @@ from .._jax.tracing import Tracer, is_eager
 
 @dataclass(frozen=True)
 class Partial:
-    """A `functools.partial` that compares equal if the function and the arguments are equal."""
+    """A `functools.partial` that equals another one with the same function and arguments.
+
+    `functools.partial` compares by identity, so `jax.jit` would compile again for each instance.
+    """
 
     function: Callable
     args: tuple[Any, ...]
@@ -213,7 +216,7 @@ def _name(function: Callable) -> str:
 
 
 def _describe(operand: Any) -> str:
-    """Return the text of an operand, with the dtype and shape in place of each dense array."""
+    """Return a text for an operand of a `Lazy`, with a text such as `f32[3,2]` for each array."""
 
     def describe_leaf(x: Any) -> Any:
         if is_value(x) or not hasattr(x, "shape"):
@@ -243,10 +246,10 @@ for _primitive in ("stop_gradient", "copy", "convert_element_type"):
 def _materialize_and_bind(
     primitive: Primitive, operands: Sequence[Any], is_needed: Sequence[bool], params: Any
 ) -> Any:
-    """Bind a loop or a jit, with each operand materialized for which `is_needed` is True.
+    """Bind a loop or a jit after materializing the operands for which `is_needed` is True.
 
-    Return `NotImplemented` if no operand is needed. Bind under `implicit`, because the program of
-    the loop may create implicit arrays, even if all operands are dense.
+    Return `NotImplemented` if `is_needed` is False for all operands. Bind under `implicit`, because
+    the program of the loop may create implicit arrays, even if all operands are dense.
     """
     if not any(is_needed):
         return NotImplemented

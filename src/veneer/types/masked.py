@@ -252,7 +252,7 @@ def _(
 
 
 def _neutral(operation: str, dtype: Any) -> Any:
-    """Return the neutral element of an operation such as "sum" or "max"."""
+    """Return the neutral element of a reduction such as "sum" or "max", such as 0 or -inf."""
     if operation in ("max", "min", "logsumexp"):
         is_min = operation == "min"
         if jnp.issubdtype(dtype, jnp.bool_):
@@ -349,9 +349,9 @@ def _(*operands: Masked | ArrayLike, num_keys: int, **params: Any) -> list[Any]:
 
 
 def _note_sum(x: Masked, count: int | None) -> Masked:
-    """Record in `x` that it is a sum of `count` entries, and return `x`.
+    """Record in `x` that it is a sum of `count` entries, valid and invalid, and return `x`.
 
-    If `count` is None, return `x` unchanged.
+    `_reject_mean_of_all` reads the number. If `count` is None, return `x` unchanged.
     """
     if count is not None:
         x.__dict__["_entries"] = count
@@ -367,7 +367,10 @@ def _summed_entries(x: Any) -> int | None:
 
 
 def _reject_mean_of_all(total: Any, divisor: Any) -> None:
-    """Raise `TypeError` if a sum is divided by the number of its entries, valid or not."""
+    """Raise `TypeError` if `total` is a sum, and `divisor` the number of its entries.
+
+    The number includes invalid entries, so the quotient is not the mean of the valid entries.
+    """
     count = _summed_entries(total)
     known = None if isinstance(divisor, Masked) else known_entries(divisor)
     if count is not None and known is not None and (known == count).all():

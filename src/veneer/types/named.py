@@ -1,8 +1,9 @@
 """`Named`: an array with named axes, and the axis names of the results of primitives.
 
-If a primitive combines axes of two operands, such as the contracted axes of a product, their names
-must be equal. An axis without a name takes the name of the other axis, and so does an axis of size
-1 that is broadcast. Merged, split and new axes have no name.
+The law of a primitive is a function that computes the axis names of its results. If a primitive
+combines axes of two operands, such as the contracted axes of a product, their names must be equal.
+An axis without a name takes the name of the other axis, and so does an axis of size 1 that is
+broadcast. Merged, split and new axes have no name.
 """
 
 import math
@@ -87,9 +88,9 @@ def _broadcast_in_dim(x: Axes, *, shape: Any, broadcast_dimensions: Any, **param
 
 
 def _reshape(x: Axes, *, new_sizes: Any, dimensions: Any, **params: Any) -> Any:
-    """Return the new names: axes that do not change keep theirs, merged and split axes have none.
+    """Return the axis names after a reshape of `x`. Merged, split and new axes have no name.
 
-    An axis does not change if its size and the product of the sizes before it stay the same. Then,
+    An axis keeps its name if its size and the product of the sizes before it stay the same. Then,
     in row-major order, it has the same entries.
     """
     if dimensions is not None:

@@ -234,7 +234,7 @@ def _(x: ArrayLike | NMSparse, y: ArrayLike | NMSparse, **params: Any) -> Any:
 
 
 def _map_values(x: NMSparse, function: Callable, *others: Any) -> NMSparse:
-    """Replace the stored values by `function(values, *others)`."""
+    """Return a copy of `x` with `function(x.values, *others)` as its values."""
     return dataclasses.replace(x, values=redispatch(function, x.values, *others))
 
 

@@ -1,7 +1,8 @@
 """`Quantity`: an array with a unit of astropy (also used by unxt) or pint, and its rules.
 
 A unit is an object of one of these libraries. Neither library is imported here, except to parse a
-string. The unit of a dense array is None. The first part of this module computes with units.
+string. The unit of a dense array is None. The first part of this module computes with units. The
+second part has a law for each primitive: a function from the operands to the units of the results.
 """
 
 import importlib
@@ -33,7 +34,10 @@ _CLASSES = {"astropy.units": "UnitBase", "pint": "Unit"}
 
 
 def as_unit(unit: Any, like: Unit | None = None) -> Unit:
-    """Check a unit, or parse a string by the library of `like`, or else by astropy or pint.
+    """Return a unit after checks, or parse a string that names a unit.
+
+    A string is parsed by the library of the unit `like`. Without `like`, it is parsed by astropy,
+    or by pint if astropy is not installed.
 
     **Raises:**
 
@@ -58,7 +62,10 @@ def as_unit(unit: Any, like: Unit | None = None) -> Unit:
 
 
 def product(*factors: tuple[Unit | None, SupportsFloat]) -> Unit | None:
-    """Multiply powers of units, pairs `(unit, exponent)`. Return None if all units cancel."""
+    """Return the product of powers of units, or None if all units cancel.
+
+    Each factor is a pair `(unit, exponent)`. The unit None is dimensionless.
+    """
     total = None
     for unit, exponent in factors:
         if unit is None:
@@ -116,7 +123,7 @@ def radians(unit: Unit | None) -> Unit | None:
 
 
 def show(unit: Unit | None) -> str:
-    """Return the text of a unit in error messages."""
+    """Return the text of a unit for error messages: "a number" if the unit is None."""
     return "a number" if unit is None else str(unit) or "dimensionless"
 
 
@@ -180,7 +187,10 @@ def _simplest(unit: Unit) -> Unit:
 
 @dataclass(frozen=True)
 class Measured:
-    """An operand: its numbers, its unit and its shape. The unit of a dense array is None."""
+    """An operand of a primitive, as a law gets it: its numbers, its unit and its shape.
+
+    The unit of a dense array is None.
+    """
 
     array: Any
     unit: Unit | None
@@ -188,7 +198,7 @@ class Measured:
 
     @property
     def entries(self) -> np.ndarray | None:
-        """The entries of a dense array, or None if they are not known when JAX traces."""
+        """The entries of a dense array without a unit, or None if they are not known."""
         is_unknown = self.unit is not None or isinstance(self.array, Value)
         return None if is_unknown else known_entries(self.array)
 
@@ -236,8 +246,11 @@ Law = Callable[..., Outcome]
 def _share_unit(operands: Sequence[Measured], positions: Sequence[int]) -> Outcome:
     """Return the units for a primitive whose operands at `positions` must have the same unit.
 
-    This is the unit of the first of these operands, apart from constants that fit any unit. The
-    result has it, too. The other operands, such as indices, must be dimensionless.
+    This unit is the unit of the first of these operands, apart from constants that fit any unit
+    (0, infinity and NaN). The other operands, such as indices, must be dimensionless.
+
+    **Returns:** a pair: a list with the unit to which each operand is converted, and the unit of
+    the result, which is the shared unit.
     """
     candidates = [operands[i] for i in positions]
     units = [x.unit for x in candidates if x.unit is not None or not x.fits_any_unit]
@@ -280,7 +293,8 @@ def _triangular_solve(a: Measured, b: Measured, *, unit_diagonal: bool, **params
 def _results(*has_unit: bool) -> Law:
     """Return the law of a primitive with one operand and several results.
 
-    `has_unit` states for each result whether it has the unit of the operand, or none.
+    `has_unit` has a bool per result: True if the result has the unit of the operand, False if it
+    has no unit.
     """
     return lambda x, **params: ([x.unit], [x.unit if keeps else None for keeps in has_unit])
 

@@ -207,7 +207,10 @@ def _symmetric_orthogonal(n: int) -> np.ndarray:
 
 
 def _signs(x: jax.Array, axis: int) -> np.ndarray:
-    """Return signs for the entries of `x` along an axis, which depend only on its size."""
+    """Return fixed pseudorandom signs, one per index of `axis`, that broadcast with `x`.
+
+    They depend only on the size of the axis.
+    """
     signs = _random_signs(x.shape[axis]).astype(x.dtype)
     return signs.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
 

@@ -138,7 +138,7 @@ def _(x: SparseArray, *start_indices: ArrayLike, slice_sizes: Any) -> Any:
 
 
 def _from_slice(x: SparseArray, bcoo: Any) -> SparseArray:
-    """Convert a slice of `x`, which JAX returns as a BCOO, to a `SparseArray`."""
+    """Convert `bcoo`, a slice of `x` that JAX has computed, to a `SparseArray`."""
     sliced = SparseArray.from_bcoo(bcoo)
     # JAX sums duplicates if the slice has fewer elements than `x` has entries.
     has_unique_indices = x.unique_indices or sliced.nse < x.nse
@@ -206,7 +206,7 @@ def _multiply(
 def _map_entries(
     x: SparseArray, function: Callable[..., jax.Array], *others: jax.Array
 ) -> SparseArray:
-    """Replace the stored entries of `x` by `function(entries, *others)`.
+    """Return a copy of `x` with `function(entries, *others)` in place of its stored entries.
 
     `others` are numbers, or arrays with one value per stored entry.
     """

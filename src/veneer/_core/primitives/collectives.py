@@ -164,7 +164,10 @@ def exchange_leaves(x: Value, exchange: Exchange) -> Any:
 
 
 def _exchange_part(x: Value, part: Any, exchange: Exchange) -> Any:
-    """Run a collective on one part of `x`: a leaf, or an implicit array in a field."""
+    """Run a collective on `part`, one part of `x`: a leaf, or an implicit array in a field.
+
+    `exchange` is the collective for this part, a result of `Exchange.for_leaf`.
+    """
     if not exchange.changed_axes() and not exchange.is_new:
         return part
     if isinstance(part, type(x)):  # storage of `x`, such as quantized scales: report nothing

@@ -83,10 +83,11 @@ def _run_jvp(
 ) -> list[Any]:
     """Run the derivative rule `jvp` of a `custom_jvp` function `fun`, with our rules in force.
 
-    The rule takes primals and tangents, and returns primal outputs and their tangents. The primal
-    outputs are computed by `fun` instead in two cases: if one of our rules did not quantize or
-    record an operand because it may be a tangent, or if `query_scopes` asks for the place of
-    primitives. `run_later` is the result of `capture_context`.
+    `args` are the primals and then their tangents. Return the primal outputs and then their
+    tangents. The primal outputs are computed by `fun` instead of `jvp` in two cases: if one of our
+    rules did not quantize or record an operand because it may be a tangent, or if
+    `has_scope_query` is True, because a caller of `query_scopes` needs the place of each primitive.
+    `run_later` is the result of `capture_context`.
     """
     with record_tangent_queries() as tangent_queries, IN_DERIVATIVE_RULE(True):
         results = run_later(jvp, is_derivative=True)(*args)

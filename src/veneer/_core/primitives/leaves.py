@@ -171,9 +171,10 @@ def layout_of(value: Value) -> LeafLayout:
 
 
 def _count_batch_axes(value: Value) -> int:
-    """Return the number of batch axes (see `has_batch_axes`).
+    """Return the number of batch axes of an implicit array (see `has_batch_axes`).
 
-    Return 0 if the class defines `default`, and this method has not been tried yet: it runs first.
+    Return 0 if the class defines the method `default`, and dispatch has not called it yet. Rules
+    that move the leaves along batch axes then return NotImplemented, so that `default` runs first.
     """
     default = type(value).default
     has_own_default = default is not Value.default and not getattr(default, "is_fallback", False)
@@ -205,10 +206,10 @@ def can_stack_leaves(value: Value) -> bool:
 
 
 def _has_dense_shape(value: Value, removed: int, added: int, inner_shape: Shape) -> bool:
-    """Replace leading axes of all leaves, and return whether the dense shape is as expected.
+    """Return whether the dense shape is as expected after leading axes of all leaves are replaced.
 
-    The first `removed` axes of each leaf are replaced by `added` new axes. The expected dense shape
-    is the sizes of the new axes, followed by `inner_shape`.
+    The first `removed` axes of each leaf are replaced by `added` new axes, with sizes that no other
+    axis has. The expected dense shape is the sizes of the new axes, followed by `inner_shape`.
     """
     leaves, treedef = jax.tree.flatten(value)
     if not _is_batch_transparent(treedef):
@@ -353,7 +354,11 @@ def move(
 
 
 def _move_part(x: Value, primitive: str, part: Any, step: Step, rule: Callable[..., Any]) -> Any:
-    """Bind a primitive with one part of `x`: a leaf, or an implicit array in a field."""
+    """Bind a primitive with `part`, one part of `x`: a leaf, or an implicit array in a field.
+
+    `step` has the operands after the part, and the parameters. `rule` is the rule for a part of the
+    same type as `x`.
+    """
     operands, params = step
 
     def bind(*operands: Any) -> Any:

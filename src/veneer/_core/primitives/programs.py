@@ -105,7 +105,10 @@ def _compile(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
 
 
 class _NoRuleError(Exception):
-    """The error for a jitted function that has no rule for its operands."""
+    """The internal error for a jitted function without a rule for its operands.
+
+    It takes the place of NotImplemented, which a function inside `jax.vmap` cannot return.
+    """
 
 
 def _apply_rules_of_function(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:

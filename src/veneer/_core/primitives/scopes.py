@@ -103,8 +103,8 @@ def enter_program(name: str | None = None) -> AbstractContextManager[None]:
 def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
     """Return a function that restores the current place for code that JAX runs later.
 
-    Its argument is a bool: whether the code is a derivative rule. It returns a context in which
-    the code must run.
+    The returned function takes a bool, which is True if the code is a derivative rule. It returns a
+    context in which to run the code. There, `current_place` begins with the captured place.
     """
     if _query.value is None:
         return lambda is_derivative: nullcontext()
@@ -158,10 +158,10 @@ _tangent_queries: ContextVar[list[bool] | None] = ContextVar("_tangent_queries",
 
 
 def may_be_tangents() -> bool:
-    """Return whether operands may be tangents, because the rule of a `custom_jvp` is running.
+    """Return whether the derivative rule of a `custom_jvp` function is running.
 
-    If this returns True, our rules do not quantize or record their activations. The primal outputs
-    of the `custom_jvp` are then computed again, by the function instead of its rule.
+    Operands may then be tangents, so our rules of products do not quantize or record activations.
+    The primal outputs are then computed again, by the function instead of its derivative rule.
     """
     if IN_DERIVATIVE_RULE.value and (queries := _tangent_queries.get()) is not None:
         queries.append(True)
@@ -170,9 +170,9 @@ def may_be_tangents() -> bool:
 
 @contextmanager
 def record_tangent_queries() -> Iterator[list[bool]]:
-    """Yield a list that gets an entry whenever `may_be_tangents` returns True in this block.
+    """Yield a list that is not empty if `may_be_tangents` has returned True in a `with` block.
 
-    At the end, the list of an outer block also gets an entry if this list has any.
+    At the end of the block, the list of an outer block also gets an entry if this list has any.
     """
     queries: list[bool] = []
     previous = _tangent_queries.set(queries)

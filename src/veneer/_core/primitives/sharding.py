@@ -47,7 +47,7 @@ def leaf_specs(
     **Arguments:**
 
     - `spec`: the `PartitionSpec` of the dense array.
-    - `sizes`: the sizes of the mesh axes.
+    - `sizes`: a mapping from the name of each mesh axis to its size.
     - `resize`: a function from the size of a dense axis and its number of shards to the size of
       that axis in the metadata of the result. By default, the size stays.
     """
@@ -74,8 +74,9 @@ def leaf_specs(
 def _complete_specs(value: Value, declared: Any, sizes: Sizes, resize: Resize) -> Any:
     """Return `declared`, a result of `Value.partition`, with a spec for every leaf of `value`.
 
-    For an implicit array in a field, a type may declare one spec, or an array like the field
-    with a spec for each leaf. Return None if the implicit array cannot be sharded.
+    If a field holds an implicit array, `declared` may have one spec for its dense array there.
+    Replace this spec by an implicit array with a spec for each leaf. Return None if the implicit
+    array in the field cannot be sharded. `sizes` and `resize` are the same as in `leaf_specs`.
     """
     parts = jax.tree.leaves(value, is_leaf=is_part(value))
     specs, structure = jax.tree.flatten(declared, is_leaf=is_part(declared))
@@ -97,7 +98,8 @@ def block_specs(value: Value, spec: P, sizes: Sizes) -> Any:
     """Return the specs that split an implicit array into one block per device.
 
     The result is an implicit array with the metadata of one block and with specs in place of
-    leaves, or None if the array cannot be split. `sizes` are the sizes of the mesh axes.
+    leaves, or None if the array cannot be split. `spec` is the `PartitionSpec` of the dense array,
+    and `sizes` has the size of each mesh axis.
     """
     return _resized_specs(value, spec, sizes, operator.floordiv)
 
@@ -105,8 +107,9 @@ def block_specs(value: Value, spec: P, sizes: Sizes) -> Any:
 def joined_specs(block: Value, spec: P, sizes: Sizes) -> Any:
     """Return the specs that join the blocks of all devices, of equal size, to one implicit array.
 
-    The result has the metadata of the joined array, and specs in place of leaves. Return None if
-    the blocks cannot be joined. `sizes` are the sizes of the mesh axes.
+    `block` is the implicit array on one device, and `spec` the `PartitionSpec` of the joined dense
+    array. The result has the metadata of the joined array, and specs in place of leaves. Return
+    None if the blocks cannot be joined. `sizes` has the size of each mesh axis.
     """
     return _resized_specs(block, spec, sizes, operator.mul)
 
@@ -156,9 +159,11 @@ def why_not_split(value: Value, spec: P, sizes: Sizes) -> str:
 
 
 def _suggest_sizes(axis: LeafAxis, block: int, size: int, devices: int) -> str:
-    """Return a text that suggests a tile size and a number of devices for which no block is cut.
+    """Return a text that suggests a tile size and a number of devices, or an empty text.
 
-    `devices` devices would split `size` dense elements, where `block` elements are stored together.
+    `size` is the size of a dense axis that cannot be split over `devices` devices, because groups
+    of `block` elements are stored together. `axis` is the leaf axis that stores them. The suggested
+    numbers cut no group.
     """
     fewer = [n for n in range(2, devices) if size % (n * block) == 0]
     remedies = [f"{max(fewer)} devices"] if fewer else []
@@ -184,13 +189,16 @@ def _count_blocks(entry: Any, sizes: Sizes) -> int:
 
 
 def map_leaves(f: Callable, value: Value, specs: Any) -> Any:
-    """Return `value` with each leaf replaced by `f(leaf, spec)`."""
+    """Return `value` with each leaf replaced by `f(leaf, spec)`.
+
+    `specs` is an implicit array with the spec of each leaf in place of the leaf.
+    """
     leaves, treedef = jax.tree.flatten(value)
     return jax.tree.unflatten(treedef, map(f, leaves, jax.tree.leaves(specs)))
 
 
 def _drop_uneven_entries(leaf: Any, spec: P, sizes: Sizes) -> P:
-    """Return the spec of a leaf without entries whose mesh axes do not divide the leaf axis."""
+    """Return `spec`, with None for each axis of the leaf whose mesh axes do not divide its size."""
     shape = jax.typeof(leaf).shape
     entries = zip(shape, entries_of(spec, len(shape)), strict=True)
     return P(*(None if n % _count_blocks(e, sizes) else e for n, e in entries))

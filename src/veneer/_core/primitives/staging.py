@@ -64,7 +64,10 @@ DENSE = object()
 
 @dataclass(frozen=True)
 class StagedProgram:
-    """A jaxpr on leaves that computes the same as a jaxpr on implicit values."""
+    """A jaxpr that was traced again, so that it takes and returns the leaves of implicit values.
+
+    The instance is called with the implicit values instead of their leaves.
+    """
 
     jaxpr: Any  # a closed jaxpr
     out_trees: tuple[Any, ...]  # the tree structure of each output
@@ -205,7 +208,12 @@ def _stage(
     forms: Forms,
     sources: Sequence[Source],
 ) -> StagedProgram:
-    """Trace a jaxpr on leaves. `sources` has the weight paths of each operand, or is empty."""
+    """Trace a jaxpr again on leaves, with the rules in force, without a cache.
+
+    `treedef` and `avals` are the tree structure and the abstract leaves of the list of operands.
+    `sources` has the weight paths of each operand, or is empty. `primitive` and `forms` are the
+    same as in `stage_without_events`.
+    """
     out_trees: list[Any] = []
     out_sources: list[Source] = []
 
@@ -295,9 +303,9 @@ def capture_context(trace: ImplicitTrace) -> Callable[..., Callable[..., list[An
     """Return a decorator for functions that JAX runs later, such as derivative rules.
 
     The decorated function takes and returns dense and implicit arrays. It calls the original
-    function with tracers of `trace` in place of implicit arrays, so that our rules run, and
-    restores the current policy for reports and the current `Place`. The decorator takes
-    `is_derivative=True` for a derivative rule.
+    function with tracers of the same call of `implicit` as `trace` in place of implicit arrays, so
+    that our rules run. During the call, the policy for reports and the `Place` are the same as when
+    `capture_context` was called. The decorator takes `is_derivative=True` for a derivative rule.
     """
     tag, policy, restore_place = trace.tag, current_policy(), capture_place()
 

@@ -1,7 +1,7 @@
 """The API that users subclass and call, on top of the core and its rules for primitives.
 
 array             ImplicitArray, the class that users subclass, and its display
-operators         its operators and methods, like those in `jax.Array`
+operators         the operators and methods of ImplicitArray, like those in `jax.Array`
 implicit          implicit: the transformation with filters, policies and captured arrays
 operands          implicit arrays that JAX functions get although `implicit` did not wrap them
 straight_through  `ste`: run a function with the derivative of the identity
@@ -20,7 +20,10 @@ from ..value import Value
 
 
 def check_parameters(params: Any, call: str) -> None:
-    """Raise `ValueError` if a tree of parameters holds no arrays. `call` is an example call."""
+    """Raise `ValueError` if a tree of parameters holds no arrays.
+
+    `call` is the text of a correct call, for the error message.
+    """
     if not any(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise ValueError(
             f"params, a {type(params).__name__}, holds no arrays. Pass the parameters, a tree of "
@@ -38,9 +41,10 @@ def check_key(key: Any) -> None:
 
 
 def check_regex(regex: Any, name: str, kinds: str = "a string that is a regex") -> None:
-    """Raise `TypeError` if a regex is not a string, and `ValueError` if it is not valid.
+    """Raise `TypeError` if `regex` is not a string or pattern, and `ValueError` if it is not valid.
 
-    `name` is the name of the argument, and `kinds` the allowed types, for the error message.
+    For the error message, `name` is the name of the user's argument, and `kinds` describes the
+    values that it can have.
     """
     if not isinstance(regex, str | re.Pattern):
         raise TypeError(f"{name} must be {kinds}, not {regex!r}")
@@ -63,7 +67,7 @@ def path_matches(regex: str | re.Pattern, path: str) -> bool:
 
 
 def some_of(paths: Sequence[str]) -> str:
-    """Join the first four of some paths for an error message."""
+    """Join the first four paths for an error message, with "..." if there are more."""
     return ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "") or "(the tree is empty)"
 
 
@@ -90,7 +94,8 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
     - `kinds`: the types that a field can have. `Array` accepts dense and traced arrays, `Leaf` also
       accepts implicit arrays.
     - `axes`: for each field, the names of its trailing axes, as in `check_axes(self, a="m r",
-      b="r n")`. Axes with the same name have the same size. A number is a size.
+      b="r n")`. Axes with the same name must have the same size. A number in
+      place of a name is the required size.
 
     **Raises:**
 
@@ -122,9 +127,10 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
 
 
 def check_arrays(value: Any, kinds: Any, /, *fields: str) -> None:
-    """Check that the fields with these names hold arrays.
+    """Check that fields of the implicit array `value` hold arrays.
 
-    `value` and `kinds` are the same as in `check_axes`.
+    `fields` are the names of the fields. `kinds` are the types that a field can have, as in
+    `check_axes`.
 
     **Raises:** `TypeError` if a field holds anything else.
     """

@@ -17,7 +17,7 @@ from .operators import ArrayOperators
 
 
 class Shaped:
-    """A base class with the attributes of an array that `aval()` determines."""
+    """A base class with `shape`, `dtype`, `ndim` and `size`, computed from the method `aval`."""
 
     @property
     def shape(self: Any) -> tuple[int, ...]:
@@ -168,7 +168,10 @@ def title(value: Any) -> str:
 
 
 def _abstract(x: Any) -> Any:
-    """Return an abstract array for a leaf: an array, a number, or a placeholder of `flax.nnx`."""
+    """Return the shape and dtype of a leaf as a `jax.ShapeDtypeStruct`.
+
+    The leaf is an array, a number, or a placeholder of `flax.nnx`.
+    """
     if not hasattr(x, "dtype"):
         return jax.ShapeDtypeStruct((), jnp.result_type(x))
     # JAX 0.12 warns about a float64 NumPy array, unless jax_enable_x64 is set.
@@ -199,7 +202,7 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_default(x: Any, default: Any) -> bool:
-    """Return whether a field is None, or plain data that equals its default."""
+    """Return whether `x`, the content of a field, is None or plain data that equals `default`."""
     return x is None or (isinstance(x, _PLAIN) and bool(x == default))
 
 

@@ -132,7 +132,7 @@ def implicit(
 @jax.tree_util.register_dataclass
 @dataclass(eq=False, repr=False)
 class Implicit:
-    """The result of `implicit` for a callable pytree, such as a module."""
+    """The result of `implicit` for a callable pytree `fn`, such as a module: a callable pytree."""
 
     fn: Any
     filter_spec: FilterSpec = field(metadata={"static": True})
@@ -188,8 +188,8 @@ _has_paths: ContextVar[bool] = ContextVar("has_paths", default=False)
 def _run_with_paths(program: Program, select: Any) -> Any:
     """Run a program, and let reports name each implicit array by its path, such as `layer.kernel`.
 
-    `program` is the triple `(fn, args, kwargs)`, and `select` is the argument of `transform.run`.
-    In a nested call of `implicit`, keep the names that the outer call has set.
+    `program` is the triple `(fn, args, kwargs)`, and `select` is the argument of `trace.run`. In a
+    nested call of `implicit`, keep the paths that the outer call has set.
     """
     if _has_paths.get():
         return run(_call_closure, tag_sources(program), select)
@@ -391,7 +391,10 @@ def _assigned_names(code: CodeType) -> frozenset[str]:
 
 
 class _Overlay(dict[str, Any]):
-    """The global variables of a module with new values for some. The others are read live."""
+    """The global variables of a module, with new values for some of them.
+
+    The other variables are read from the module at each access.
+    """
 
     def __init__(self, module: dict[str, Any], replaced: Iterable[tuple[str, Any]]):
         super().__init__(module)  # imports and class bodies do not call __getitem__

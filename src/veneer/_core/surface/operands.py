@@ -41,9 +41,10 @@ from ..value import (
 
 
 class OperandConversion:
-    """The conversion of an implicit array that a JAX function gets as an operand.
+    """The conversion to a tracer, for an implicit array that a JAX function gets as an operand.
 
-    It applies under `implicit`. With high types on, `vn.hijax` sets another conversion.
+    This class converts under `implicit` only. While `vn.hijax` is enabled, it sets an instance of
+    another class as `conversion`.
     """
 
     def convert(self, value: Value) -> Any:

@@ -55,8 +55,9 @@ _dense_results: dict[int, _DenseResult] = {}  # by the id of the result
 def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
     """Record the eager operation that computed `out`, if `out` is a dense matrix. Return `out`.
 
-    If `vn.explain` gets this matrix as an argument later, it also reports this operation. The
-    record is deleted with the matrix and does not keep the operands alive.
+    The operation called `function` with `operands`. If `vn.explain` gets this matrix as an argument
+    later, it also reports this operation. The record is deleted with the matrix and does not keep
+    the operands alive.
     """
     if type(out) is ConcreteArray and out.ndim > 1:
         leaves, structure = jax.tree.flatten(operands)
@@ -188,7 +189,7 @@ class _IndexUpdate:
 
 
 def _update(name: str) -> Callable[..., Any]:
-    """Return the method `name` of `jax.Array.at[index]`, which runs the rules of operands."""
+    """Return the method `name` of `jax.Array.at[index]` for implicit arrays, which runs rules."""
 
     def update(self: _IndexUpdate, *args: Any, **kwargs: Any) -> Any:
         call = lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs)

@@ -193,7 +193,7 @@ class LoraArray(Matrix):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The indices of the leading axes, which `w`, `a` and `b` share."""
+        """The indices of the leading axes: all axes before the input and output axes."""
         return tuple(range(self.w.ndim - self.in_ndim - self.out_ndim))
 
     @property
@@ -208,7 +208,7 @@ class LoraArray(Matrix):
 
     @property
     def w_labels(self) -> Labels:
-        """The indices of all axes of `w`."""
+        """The labels of the axes of `w`: their indices."""
         return tuple(range(self.w.ndim))
 
     @property
@@ -295,9 +295,9 @@ class LoraArray(Matrix):
 
     @property
     def is_sum(self) -> bool:
-        """True if the array is a matrix `w + scale * a @ b`.
+        """True if each matrix of the array is the plain sum `w + scale * a @ b`.
 
-        It has one input axis and one output axis, no DoRA, and dropout is off.
+        The array has one input axis and one output axis, no DoRA, and dropout is off.
         """
         return self.in_ndim == self.out_ndim == 1 and self.magnitude is None and not self.drops
 
@@ -374,9 +374,10 @@ class LoraArray(Matrix):
     # as the rank. Digits are lost if `w` or `C` is much closer to a singular matrix than the sum.
 
     def _woodbury_parts(self, method: str) -> Any:
-        """Return `(w⁻¹ a).T`, `b` and `C = I + scale * b w⁻¹ a`.
+        """Return the terms of the Woodbury identity: `(w⁻¹ a).T`, `b`, `C = I + scale * b w⁻¹ a`.
 
-        Return NotImplemented if `w` has no `method` or no `solve`.
+        Return NotImplemented if `w` is no structured matrix that implements `solve` and the method
+        of `Matrix` with the name `method`, or if this array is not a plain sum (`is_sum`).
         """
         can_factorize = isinstance(self.w, Matrix) and self.is_sum
         if not can_factorize or not all(has_method(self.w, name) for name in (method, "solve")):

@@ -57,7 +57,7 @@ def contract(
 
 
 def widen_dtype(preferred: Any, dtype: Any) -> Any:
-    """Return `preferred` promoted with `dtype`, or None if `preferred` is None."""
+    """Return the wider dtype for a `preferred_element_type`, or None if `preferred` is None."""
     return None if preferred is None else jnp.promote_types(preferred, dtype)
 
 
@@ -80,7 +80,8 @@ def _convert(x: Any, dtype: Any) -> Any:
 def norm(w: Any, axes: Iterable[int]) -> jax.Array:
     """Return the norms of `w` along `axes`, which are kept with size 1, in float32 or wider.
 
-    An implicit `w` is materialized. Under jit, XLA fuses this with the sum and stores no array.
+    An implicit `w` is materialized. Under `jax.jit`, XLA fuses the materialization with the sum,
+    and stores no dense array.
     """
     return jnp.sqrt(squared_norm(w, axes))
 
@@ -92,7 +93,10 @@ def divide_by_norm(magnitude: Any, norms: jax.Array) -> jax.Array:
 
 
 def squared_norm(w: Any, axes: Iterable[int]) -> jax.Array:
-    """Return the sums of the squares of `w` along `axes`, as `norm` does."""
+    """Return the sums of the squares of `w` along `axes`, which are kept with size 1.
+
+    The result is in float32 or wider. An implicit `w` is materialized.
+    """
     return jnp.sum(jnp.square(widen(materialise_one(w))), tuple(axes), keepdims=True)
 
 

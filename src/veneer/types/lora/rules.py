@@ -178,8 +178,8 @@ def _drop(
 def _drop_entries(x: Any, lora: LoraArray, shape: tuple[int, ...]) -> Any:
     """Apply the dropout of a `LoraArray` to `x`, broadcast to `shape`.
 
-    The first axes of `shape` are the leading axes of the adapter. Each of their indices has its own
-    key.
+    The first axes of `shape` are the leading axes of the adapter. The adapter has one dropout key
+    for each index of these axes.
     """
     keep_rate, n_lead = 1 - lora.dropout, len(lora.lead)
     key = jnp.asarray(lora.dropout_key)

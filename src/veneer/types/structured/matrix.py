@@ -24,8 +24,9 @@ from ..elementwise import register_zero_preserving
 class Matrix(ImplicitArray, abstract=True):
     """A structured matrix `[*lead, m, n]`.
 
-    A type implements the methods that its structure supports. The methods here return
-    `NotImplemented`. In that case the operation materializes the matrix, and reports show this.
+    This is the base class. A type implements the methods that its structure supports. The methods
+    of this class return `NotImplemented`: then the operation that called the method materializes
+    the matrix, and reports show this.
     """
 
     #: Loops and branches that change static fields, such as a number of bands, materialize it.
@@ -57,11 +58,13 @@ class Matrix(ImplicitArray, abstract=True):
         return NotImplemented
 
     def rescaled(self, scale: Callable[[Any], Any]) -> Any:
-        """Multiply the matrix by a number, or each matrix of a batch by its own number.
+        """Apply `scale` to the fields in `linear_in`, to multiply the matrix by a number.
+
+        In a batch, each matrix can be multiplied by its own number.
 
         **Arguments:**
 
-        - `scale`: a function that multiplies a field `[*lead, ...]` by the numbers.
+        - `scale`: a function that multiplies a field `[*lead, ...]` by the number or numbers.
         """
         if not self.linear_in:
             return NotImplemented
@@ -137,15 +140,15 @@ def multiply_vectors(w: Any, x: Any, *, precision: Any = None) -> Any:
 
 
 def call_if_supported(function: Callable[..., Any], *values: Any) -> Any:
-    """Return `function(*values)`, or NotImplemented if one of the values is NotImplemented."""
+    """Return `function(*values)`, or NotImplemented if one of `values` is NotImplemented."""
     is_missing = any(value is NotImplemented for value in values)
     return NotImplemented if is_missing else function(*values)
 
 
 def solve_implicitly(matrix: Matrix, b: Any, solve: Callable[[Any, Any], Any]) -> Any:
-    """Solve by an algorithm that JAX does not differentiate.
+    """Solve `matrix @ x = v` for each row `v` of `b`, without differentiating the algorithm.
 
-    Derivatives solve with the same matrix or its transpose instead.
+    The derivatives of the solution solve with the same matrix or its transpose instead.
 
     **Arguments:**
 
@@ -214,7 +217,8 @@ def matmul_rule(rule: Callable, *, precedence: int = 0) -> Callable:
 def _matmul_precision(precision: Any) -> AbstractContextManager | None:
     """Return a context that applies the `precision` of a `dot_general` to all dense matmuls.
 
-    Return None for an algorithm, and for two different precisions.
+    Return None if `precision` is an algorithm, such as a `jax.lax.DotAlgorithmPreset`, or has
+    different precisions for the two operands.
     """
     if precision is None:
         return nullcontext()
@@ -224,7 +228,10 @@ def _matmul_precision(precision: Any) -> AbstractContextManager | None:
 
 
 def _widen(x: Matrix, dtype: Any) -> Matrix:
-    """Convert a floating factor to the dtype of the product, if this dtype is wider."""
+    """Convert `x`, a factor of a product, to `dtype`, the dtype of the product, if it is wider.
+
+    Return `x` unchanged if it is not floating or `dtype` is None.
+    """
     if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     dtype = jnp.promote_types(x.dtype, dtype)
@@ -261,8 +268,9 @@ _M = TypeVar("_M", bound=type[Matrix])
 def register_elementwise(cls: _M) -> _M:
     """Register rules of a type for elementwise functions that map 0 to 0, such as `sqrt`.
 
-    `cls.rescaled` must apply any such function to all stored entries. If the type sets `linear_in`,
-    also register a rule that adds two matrices of the type by adding the fields in `linear_in`.
+    The rules call `cls.rescaled` with the function in place of a scaling, so `rescaled` must apply
+    it to all stored entries. If the type sets `linear_in`, also register a rule that adds two
+    matrices of the type by adding the fields in `linear_in`. Return `cls`.
     """
     register_zero_preserving(cls, lambda x, function: x.rescaled(partial(redispatch, function)))
 

@@ -25,10 +25,11 @@ from .matrix import (
 
 
 class PartwiseMatrix(Matrix, abstract=True):
-    """A matrix made of smaller matrices, which are its fields and may be implicit.
+    """The base class of matrices made of smaller matrices, their parts.
 
-    A type implements `map_vectors`. Transposes, inverses, Cholesky factors, and products of two
-    matrices of the same type are computed part by part.
+    The fields are the parts, which may be implicit. A type implements `map_vectors`. Transposes,
+    inverses, Cholesky factors, and products of two matrices of the same type are computed part by
+    part.
     """
 
     def map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
@@ -47,7 +48,10 @@ class PartwiseMatrix(Matrix, abstract=True):
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
     def map_parts(self, function: Callable, *others: Any) -> Any:
-        """Return a matrix of the same type whose parts are `function(part, *parts_of_others)`."""
+        """Return a matrix of the same type with `function(part, *other_parts)` as each part.
+
+        `others` are matrices of the same type. `other_parts` has the same part of each.
+        """
         groups = zip(self.parts, *(other.parts for other in others), strict=True)
         return type(self)(*(redispatch(function, *group) for group in groups))
 

@@ -28,7 +28,7 @@ _register_for_all = partial(register, precedence=-1)
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """A `dot_general` of a matrix and a dense array, as products of the matrix with vectors.
+    """The conversion of a `dot_general` of a matrix and a dense array to matrix-vector products.
 
     The matrix `[*lead, m, n]` maps vectors `[*lead, k, n]` to products `[*lead, k, m]`. The free
     axes of the dense array, which are neither contracted nor batch axes, are flattened to `k`.
@@ -57,7 +57,7 @@ class VectorLayout:
         return y.reshape(*y.shape[: len(self.lead)], math.prod(self.free), y.shape[-1])
 
     def from_vectors(self, vectors: Any) -> Any:
-        """Invert `to_vectors`, if all leading axes of the matrix are batch axes."""
+        """Invert `to_vectors`. All leading axes of the matrix must be batch axes."""
         x = vectors.reshape(*self.lead, *self.free, self.length)
         return lax.transpose(x, invert_permutation(self.dense_axes))
 
@@ -255,7 +255,11 @@ def _matrix_transpose(x: Any) -> Any:
 
 
 def _is_deferred_factor(x: Any) -> bool:
-    """Return whether a value is a deferred factor, or a triangle or the transpose of one."""
+    """Return whether `x` is a `Lazy` LU or Cholesky factor, or a triangle or transpose of one.
+
+    The rules of `lu` and `cholesky` defer these factorizations, because a structured matrix solves
+    without them.
+    """
     if not isinstance(x, Lazy):
         return False
     primitive = getattr(x.function, "primitive", None)
@@ -287,10 +291,10 @@ def _solve(*values: ArrayLike | ImplicitArray, const_lengths: Any, jaxprs: Any) 
 
 
 def _parse_product(matrix: Matrix, program: Any) -> tuple[VectorLayout, Sequence[int]] | None:
-    """Analyze the program that multiplies `matrix`, its first operand, and a dense array.
+    """Analyze the jaxpr `program` of a solve: it multiplies `matrix` by a dense array.
 
-    Return the layout of its `dot_general`, and the permutation that the program then applies to the
-    axes. Return None for other programs.
+    **Returns:** the layout of its `dot_general`, and the permutation that the program then applies
+    to the axes of the product. None if the program has other equations or contracts other axes.
     """
     jaxpr = program.jaxpr
     dot, *rest = jaxpr.eqns
@@ -319,8 +323,8 @@ def _parse_product(matrix: Matrix, program: Any) -> tuple[VectorLayout, Sequence
 def _register_linalg(function: Any, method: Callable[[Any], Any]) -> None:
     """Register a rule of a jitted function, such as `jnp.linalg.inv`, for structured matrices.
 
-    `method` computes the result for a matrix of floats or complex numbers. Integer matrices are
-    materialized, because the result of the function is a float.
+    `method` is a function that returns the result for a floating or complex `Matrix`. Integer
+    matrices are materialized, because the result of `function` is floating.
     """
 
     @register(function)

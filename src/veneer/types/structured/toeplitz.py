@@ -269,7 +269,10 @@ def _first_row(x: Circulant) -> Any:
 
 
 def _with_first(x: Any, other: Any) -> Any:
-    """Replace the first entry of `x` by the first entry of `other`, if neither is empty."""
+    """Replace the first entry of `x` by the first entry of `other` along the last axis.
+
+    Return `x` if one of them is empty.
+    """
     count = min(1, x.shape[-1], other.shape[-1])
     return jnp.concatenate([other[..., :count], x[..., count:]], -1)
 
