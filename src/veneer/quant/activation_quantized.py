@@ -163,7 +163,7 @@ class ActivationQuantized(ProductWeight):
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Record that the last two axes of all arrays were swapped: invert the flag `turned`."""
+        """Return a copy with the flag `turned` inverted, after the last two axes were swapped."""
         return self.changed(turned=not self.turned)
 
     def quantize_activations(
@@ -195,7 +195,7 @@ class ActivationQuantized(ProductWeight):
             raise
 
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-        """Return the free axes of the weight in a product along which the static scales differ.
+        """Return the axes of the weight along which static scales differ and that a product keeps.
 
         An example is a layer axis. The product quantizes the activations once per index of these
         axes. The list is empty for dynamic scales, and for scales that differ along a contracted
@@ -218,9 +218,16 @@ class ActivationQuantized(ProductWeight):
         """Return the static scale and zero point as arrays that broadcast against activations.
 
         Both have one entry per index of the batch axes. If the scale differs along other axes, as
-        for concatenated weights, use one range that covers the ranges of all scales. `ndim` is the
-        rank of the activations. `batch` has a pair per batch axis of the product: the axis of the
-        activations and the axis of the weight.
+        for concatenated weights, use one range that covers the ranges of all scales.
+
+        **Arguments:**
+
+        - `scale`: the field `scale` of this weight.
+        - `ndim`: the rank of the activations.
+        - `batch`: the batch axes of the product, as pairs: an axis of the activations and the
+          matching axis of the weight.
+
+        **Returns:** a pair: the scale, and the zero point or None.
         """
         scale = jnp.asarray(scale, jnp.promote_types(scale.dtype, jnp.float32))
         zero_point = None if self.zero_point is None else jnp.asarray(self.zero_point)
@@ -301,7 +308,7 @@ def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any
 def _multiply_weight_only(
     primitive: str, operands: Sequence[Any], params: dict[str, Any], w: ActivationQuantized
 ) -> Any:
-    """Return the product with dense activations, and report why they are not quantized.
+    """Return the product with dense activations, and report to `vn.explain` why they are dense.
 
     `operands` are the operands of the primitive, including `w`.
     """
@@ -434,7 +441,14 @@ def _multiply_stacked(
 
     These static scales differ along `stack_axes`, which are free axes of `w`. The activations are
     broadcast along `stack_axes`, which become batch axes. So the activations are quantized once per
-    scale. In `numbers`, the activations are lhs.
+    scale.
+
+    **Arguments:**
+
+    - `numbers`: the axes of the `dot_general`, with the activations as lhs.
+    - `params`: the other parameters of the `dot_general`.
+    - `activations_first`: whether the activations are lhs in the program. This sets the order of
+      the axes of the result.
     """
     # Einsum subscripts: i is axis i of `w`, and w.ndim + i is a free axis i of `x`.
     w_subscripts = list(range(w.ndim))

@@ -128,7 +128,7 @@ def _update_scale_shape(cache: QCache, shape: Shape, axes: Sequence[int | None])
 def _describe_format(q: QArray) -> Any:
     """Return the format, packing and dtypes of an array.
 
-    If two arrays have equal descriptions, the codes of one are valid in the other.
+    If two QArrays have equal descriptions, codes and scales of one can be copied to the other.
     """
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(q)]
     return q.qtype, q.packing and q.packing.axis, q.dense_dtype, dtypes
@@ -159,9 +159,9 @@ def _keep_equal_groups(new: QArray, update: jax.Array, old: QArray) -> QArray:
 
 
 def repack(q: QArray, axis: int) -> QArray:
-    """Return an array with its codes packed along another axis, counted from the end.
+    """Return a QArray with the same values, whose codes are packed along the axis `axis`.
 
-    Codes that are stored one per byte stay unpacked.
+    `axis` is counted from the end. Codes that are stored one per byte stay unpacked.
     """
     if q.packing is None or q.packing.axis == axis:
         return q
@@ -227,7 +227,10 @@ class BlockCache(ImplicitArray):
         return [[None, *newest], newest, []]
 
     def _moved(self, movement: Movement) -> "BlockCache":
-        """Update `axis` after a primitive, such as `transpose`, was applied to the leaves."""
+        """Return a copy with a new `axis`, the token axis, after a primitive moved the axes.
+
+        `movement` describes the primitive, such as `transpose`, which was applied to the leaves.
+        """
         axis = movement.axes[self.axis]
         assert axis is not None  # leaf_axes does not allow the removal of the token axis
         new = object.__new__(BlockCache)  # without checks: the leaves can be of any type here
@@ -236,7 +239,10 @@ class BlockCache(ImplicitArray):
 
 
 def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
-    """Concatenate stacked blocks along the axis `axis` of a block. The first axis is the stack."""
+    """Concatenate blocks, which are stacked along the first axis of `blocks`.
+
+    `axis` is the token axis of a single block, along which the blocks are joined.
+    """
     moved = jnp.moveaxis(blocks, 0, axis)
     *before, count, size = moved.shape[: axis + 2]
     return moved.reshape(*before, count * size, *moved.shape[axis + 2 :])
@@ -351,8 +357,8 @@ def zeros(
       name it in `channelwise_axes`. Each token that is concatenated then gets its own scale.
     - `qtype`, `channelwise_axes`, `tiled_axes`, `scale_dtype`: as for `vn.quant.quantize`.
     - `dtype`: the dtype of the dense array.
-    - `calibration_method`: None for the default method of the format, or "minmax" for scales with a
-      zero point (integer formats only).
+    - `calibration_method`: None or the name of the default method of the format, or "minmax" for
+      scales with a zero point (integer formats only).
     - `block_axis`: the token axis, if blocks of tokens share scales, as in KIVI (arXiv 2402.02750).
       The axis must be one of `tiled_axes`, and its tile size is the block size. The newest block is
       also stored in full precision.
@@ -429,7 +435,10 @@ def zeros(
 def _zeros_in_blocks(
     shape: Shape, dtype: DTypeLike, params: QuantizeParams, axis: int
 ) -> BlockCache:
-    """Return a `BlockCache` of zeros with blocks along `axis`. `params` are for all blocks."""
+    """Return a `BlockCache` of zeros with blocks along the token axis `axis`.
+
+    `params` are the parameters to quantize an array of the whole `shape`.
+    """
     num_blocks = params.scale_shape[axis]
     with_size = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])  # along `axis`
     newest = jnp.zeros(with_size(shape, shape[axis] // max(num_blocks, 1)), dtype)

@@ -171,7 +171,10 @@ class ProductWeight(ImplicitArray, abstract=True):
         return [axes, *([*map(align, leaf.shape, shape, axes)] for leaf in leaves)]
 
     def _moved(self, movement: Movement) -> Any:
-        """Update `contracting` and `factors` after a primitive, such as `transpose`, moved axes."""
+        """Return a copy with new `contracting` and `factors`, after a primitive moved the axes.
+
+        `movement` describes the primitive, such as `transpose`, which was applied to the leaves.
+        """
         ndim = len(movement.axes)
         places = [() if axis is None else (int(axis),) for axis in movement.axes]
         new = self.with_axes(places, movement.shape)

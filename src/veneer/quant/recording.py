@@ -141,9 +141,9 @@ class Recording:
         return np.arange(len(self.stack), dtype=np.int32).reshape(self.shape)
 
     def note_other_axes(self, axes: Iterable[int]) -> None:
-        """Remember which axes a product contracts that is not recorded, for `explain_missing`.
+        """Remember that a product contracts other axes, so that its operand is not recorded.
 
-        `axes` are axes of the weight, counted from the end.
+        `explain_missing` names these axes. They are axes of the weight, counted from the end.
         """
         self._other_axes.add(tuple(axes))
 
@@ -159,10 +159,14 @@ class Recording:
     ) -> None:
         """Add the activations of one product, which are already reduced to sums and ranges.
 
+        In the shapes below, all batch axes of the product are merged into one axis `batch`, and all
+        contracted axes into `channels`.
+
         **Arguments:**
 
         - `num_rows`: the number of values per channel.
-        - `positions`: the indices of the channels in the totals, `[batch, channels]`.
+        - `positions`: for each channel, its index in the totals, as in the method `positions`.
+          The shape is `[batch, channels]`.
         - `low`, `high`: the minimum and the maximum per channel, `[batch, channels]`.
         - `sums`: the sums of values, magnitudes and squares, `[3, batch, channels]`.
         - `products`: the products of any two channels, `[batch, channels, channels]`.
@@ -221,7 +225,8 @@ class Recording:
     def keep_operand(self, positions: np.ndarray, x: np.ndarray) -> None:
         """Keep the activations `x`, `[batch, rows, channels]`, until `add_cross` is called.
 
-        `positions` are the indices of the channels, as in `add`.
+        `positions` are the indices of the channels, as in `add`. Only a `paired` recording keeps
+        activations.
         """
         with self._lock:
             self._operands.setdefault(positions.tobytes(), []).append((positions, x))
@@ -251,7 +256,8 @@ class Recording:
     ) -> None:
         """Add `product`, the products of any two channels, to the Gram matrices of stacks.
 
-        `positions[i]` tells the stack and the channel of row and column `i`.
+        `grams` is a dict from the index of each stack to its matrix, which is updated in place.
+        `positions[i]` tells the stack and the channel of row and column `i` of `product`.
         """
         stacks, all_channels = self.stack[positions], np.arange(self.num_channels)
         for stack in np.unique(stacks).tolist():
@@ -266,7 +272,7 @@ class Recording:
                 np.add.at(grams[stack], np.ix_(channels, channels), part)
 
     def end_batch(self) -> None:
-        """Add the ranges of the current batch to the averages."""
+        """Add the ranges of the current batch to the averages. Called after each batch."""
         with np.errstate(invalid="ignore"):
             self.totals = self.totals.end_batch(self.decay, np)
 
@@ -318,7 +324,8 @@ class Recording:
     def _mean_gram(self, grams: dict[int, np.ndarray], used: tuple[slice, ...]) -> np.ndarray:
         """Return the mean of the products of channels per stack, `[*stacks, K, K]`.
 
-        `grams` has the sums of these products. `used` slices the stacks that have activations.
+        `grams` is a dict from the index of each stack to the sums of these products. Stacks without
+        an entry get NaN. `used` has a slice per axis, which selects the stacks to return.
         """
         stacks = np.arange(len(self.totals.batches)).reshape(self.ranges_shape)[used]
         # The channels of a stack can have different counts. The largest is the number of rows.
@@ -348,7 +355,8 @@ class ObservedWeight(ProductWeight):
     """A weight that records the activations that multiply it.
 
     The leaf `position` numbers the layers and channels of the weight. After a slice, it shows which
-    layer and which channels the slice contains.
+    layer and which channels the slice contains. `run_id` and `path` identify the `Recording` or the
+    Box to which activations are added.
     """
 
     companions: ClassVar[tuple[str, ...]] = ("position",)
@@ -418,9 +426,10 @@ class ObservedWeight(ProductWeight):
         jax.debug.callback(receive, operand, *reduced)
 
     def _channel_positions(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
-        """Return the entries of the leaf `position` as an array `[batch, channels]`.
+        """Return the entries of the leaf `position` for a product, as an array `[batch, channels]`.
 
-        `batch` and `channels` are axes of the weight. The index along all other axes is 0.
+        `batch` and `channels` are the batch axes and the contracted axes of the weight in the
+        product. Each group is merged into one axis. The index along all other axes is 0.
         """
         position = jnp.asarray(self.position)
         others = [axis for axis in range(self.ndim) if axis not in (*batch, *channels)]
@@ -432,7 +441,11 @@ class ObservedWeight(ProductWeight):
 
 
 def _receive(run_id: int, path: str, num_rows: int, operand: Any, *reduced: Any) -> None:
-    """Add sums and ranges (`reduced`) to the recording on the host, if it still exists.
+    """Add sums and ranges, and an operand to keep, to a recording on the host.
+
+    `run_id` and `path` identify the recording. If it no longer exists, do nothing. `num_rows` and
+    `reduced` are the arguments of `Recording.add`. `operand` has the activations to keep for
+    `Recording.add_cross`, or is None.
 
     A callback must not run JAX, because JAX would wait for the thread that runs the callback.
     """

@@ -122,9 +122,10 @@ def static_range(
     average: str = "mean",
     calibration_method: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the static scale and the zero point of activations.
+    """Return the static scale and the zero point of activations, as a pair.
 
-    The zero point is None if `calibration_method` is symmetric.
+    The zero point is None if `calibration_method` is symmetric, such as "absmax", and the format is
+    not an unsigned integer format.
 
     **Arguments:**
 

@@ -188,7 +188,7 @@ class QArray(ImplicitArray):
     __replace__ = replace
 
     def _set_fields(self, *values: Any) -> None:
-        """Set all fields to `values`, which are in the order of the fields.
+        """Set all fields to `values`, which are in the order of the dataclass fields.
 
         If `dense_dtype` is None, choose the dtype of the scale, or float32 if it has 8 bits.
         """
@@ -336,15 +336,19 @@ class QArray(ImplicitArray):
         return axes
 
     def _movable(self) -> "QArray":
-        """Return `self`, but unpacked to one code per byte if the packed axis has size 1.
+        """Return an equal array that is easier to transpose and reshape.
 
-        The number of bytes stays the same. An unpacked array can be transposed and reshaped freely.
+        If the packed axis has size 1, the result stores one code per byte, which takes as many
+        bytes. Such an array can be transposed and reshaped freely. Otherwise return `self`.
         """
         is_free = self.packing is None or self.packing.size != 1
         return self if is_free else self.unpacked()
 
     def _moved(self, movement: Movement) -> "QArray":
-        """Return the array with `packing` updated, after its leaves were transposed or reshaped."""
+        """Return a copy with a new `packing`, after a primitive moved the axes of the leaves.
+
+        `movement` describes the primitive, such as a transpose or a reshape.
+        """
         if self.packing is None:
             return self
         axis = movement.axes[self.packing.axis]
@@ -403,9 +407,10 @@ def _to_wide_floats(leaf: "Leaf | QArray") -> jax.Array:
 
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
-    """Pack codes, and return the stored array and its `Packing`.
+    """Pack codes into bytes. Return a pair: the stored array, and its `Packing`.
 
-    The `Packing` is None if no two codes share a byte.
+    The `Packing` is None if the format has 8 bits or more per code, or `codes` is a scalar, so that
+    no two codes share a byte.
     """
     if format.bits >= 8:
         return codes.astype(format.code_dtype), None

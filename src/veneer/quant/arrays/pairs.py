@@ -79,7 +79,7 @@ def _unpacked_scale_leaves(q: "QArray") -> dict[str, jax.Array | None]:
 
 
 def _split_even_and_odd(q: "QArray") -> list["QArray"]:
-    """Return one array with the values at even indices of the last axis, and one with the others.
+    """Return a list of two arrays: the values of `q` at even and at odd indices of the last axis.
 
     Both have one code per byte. If the size is odd, the second array ends in one value of padding.
     """
@@ -94,7 +94,8 @@ def _split_even_and_odd(q: "QArray") -> list["QArray"]:
 def _take_every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
     """Return the scales of the values at indices `start`, `start + 2`, ... of the last axis.
 
-    `leaf` has one scale, zero point or minimum per tile. `size` is the number of values.
+    `leaf` has the scales, or the zero points or minima, with one entry per tile. `size` is the
+    number of values along the last axis. `start` is 0 or 1.
     """
     entries = leaf.shape[-1]
     if entries == 1 or (size // entries) % 2 == 0:

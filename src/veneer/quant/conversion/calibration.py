@@ -32,6 +32,7 @@ class Tiles:
     **Arguments:**
 
     - `values`: the array with each axis split in two: the tiles, and the values within a tile.
+    - `format`: the format.
     - `round_scale`: a function that rounds scales to the values that they will have when stored.
     """
 
@@ -139,7 +140,11 @@ def _method(
     number_counts: tuple[int, ...],
     is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0,
 ) -> Callable[[Callable[..., Range]], Callable[..., Range]]:
-    """Return a decorator that adds a method to `METHODS`. `numbers` is the syntax after `name`."""
+    """Return a decorator that adds a calibration method to `METHODS`.
+
+    The decorated function becomes the `find_range` of the method. `numbers` is the syntax after the
+    name in error messages, such as ",factor". The other arguments are as in `_Method`.
+    """
 
     def add(find_range: Callable[..., Range]) -> Callable[..., Range]:
         METHODS[name] = _Method(find_range, name + numbers, number_counts, is_valid)
@@ -236,7 +241,7 @@ def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> R
     factors = jnp.arange(int(candidates), 0, -1, dtype=tiles.values.dtype) / candidates
 
     def mean_error(factor: jax.Array) -> jax.Array:
-        """Return the error of each tile if the range is `factor` times the full range."""
+        """Return the mean error of each tile if its range is `factor` times the full range."""
         scale, zero_point = range_to_scale(shrink(factor), format)
         scale = tiles.expand(tiles.round_scale(scale))
         zero = 0 if zero_point is None else tiles.expand(zero_point)
@@ -319,7 +324,7 @@ class Calibration:
 
     @property
     def symmetric(self) -> bool:
-        """True if ranges need no zero point.
+        """True if the ranges of this method are from -x to x, so that they need no zero point.
 
         "mse" and "hqq" also work without zero points, so they are symmetric here. But in unsigned
         integer formats they choose ranges with a zero point.

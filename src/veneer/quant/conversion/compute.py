@@ -44,6 +44,8 @@ class QuantizeParams:
 
     - `qtype`: the name of the format.
     - `scale_shape`: the shape of the scale, which is the number of tiles along each axis.
+    - `calibration`: the parsed calibration method.
+    - `scale_dtype`: the name of the dtype of stored scales.
     - `stable_in`: the dtype of the dequantized values if scales are stable, else None. Stable means
       that quantizing dequantized values again does not change them, as caches and collectives need.
       The usual scale, `absmax / (qmax + 1/2)`, is not stable: it shrinks the largest value.
@@ -57,7 +59,10 @@ class QuantizeParams:
 
 
 class Chunks(NamedTuple):
-    """How to cut an array into chunks: along `axis`, with `tiles` tiles per chunk."""
+    """How to cut an array into chunks that are quantized one after another.
+
+    The array is cut along `axis`. A chunk has `tiles` tiles along this axis.
+    """
 
     axis: int
     tiles: int
@@ -139,7 +144,10 @@ def _has_cpu_kernel(array: jax.Array, params: QuantizeParams) -> bool:
 
 
 def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks | None) -> QArray:
-    """Quantize by a kernel on CPU, and by XLA on other platforms."""
+    """Quantize an array by a kernel on CPU, and by XLA operations on other platforms.
+
+    `chunks` says how XLA cuts the array, or is None.
+    """
     format = FORMATS[params.qtype]
     is_stable = params.stable_in is not None
     # The constants of the kernel: `scale / absmax`, and whether to round scales.
@@ -183,7 +191,7 @@ class _XlaReference:
 def _quantize_by_xla(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks | None
 ) -> QArray:
-    """Quantize at once, or in chunks on CPU if `chunks` is not None."""
+    """Quantize an array by XLA operations: at once, or on CPU in `chunks` if they are not None."""
     at_once = lambda array, key: quantize_tiles(array, key, params)[0]
     if chunks is None:
         return at_once(array, key)
@@ -310,9 +318,10 @@ def stable_scale(
     steps = largest - least
 
     def place_zero(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the number of codes below zero, and the distance from the ends to the last codes.
+        """Choose the code that represents 0, for a scale. Return `(codes_below, distance)`.
 
-        The distance is between the ends of the range and the outermost codes, in steps of codes.
+        `codes_below` is the number of codes below the code for 0. `distance` is the largest
+        distance between an end of the range and the outermost code on this side, in steps of codes.
         """
         below, above = -low / scale, high / scale
         # Center the range in the codes, unless the range covers less than a quarter of the codes.
@@ -335,7 +344,7 @@ def stable_scale(
 
 
 def _mean_of_nonzero(tiles: Tiles) -> jax.Array:
-    """Return the mean magnitude of the values whose code is not 0, per tile.
+    """Return the mean magnitude of the values whose code is not 0, per tile, for "absmean".
 
     The mean is computed from differences to the largest magnitude. So it is exact if all these
     values have the same magnitude.

@@ -166,9 +166,10 @@ def quantize_params(
 
 
 def quantize_as(array: jax.Array, q: QArray, scale_shape: Shape) -> QArray:
-    """Quantize an array in the format of `q`, with stable scales of shape `scale_shape`.
+    """Quantize an array in the format of `q`, with new scales of shape `scale_shape`.
 
-    Stable means that quantizing the dequantized result again does not change values.
+    The scale dtype is also as in `q`. The new scales are stable: quantizing the dequantized result
+    again does not change its values.
     """
     method = q.format.calibration if q.zero_point is None else "minmax"
     calibration = check_calibration(method, q.format)

@@ -319,7 +319,10 @@ def _encode_in_codebook(x: jax.Array, format: Format, random: jax.Array) -> jax.
 
 
 def _encode_in_float8(x: jax.Array, format: Format, random: jax.Array) -> jax.Array:
-    """Round values at random to neighboring float8 values. `random` is as in the codebook case."""
+    """Round values at random to neighboring values of a float8 format, and return these values.
+
+    `random` is as in `_encode_in_codebook`.
+    """
     dtype = format.code_dtype
     x = jnp.clip(x, -format.bound, format.bound)
     magnitude = jnp.abs(x)

@@ -132,7 +132,10 @@ class ScaleAxes:
         return {"channelwise_axes": self.channelwise, "tiled_axes": dict(self.tiled) or None}
 
     def size(self, axis: int) -> int | None:
-        """Return the tile size along an axis: 1 if channelwise, None if one scale is shared."""
+        """Return the number of values along an axis that share a scale.
+
+        It is 1 for a channelwise axis, and None if all values along the axis share a scale.
+        """
         return 1 if axis in self.channelwise else dict(self.tiled).get(axis)
 
 
@@ -252,7 +255,9 @@ def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = Fa
 
 
 def normalize_tile_axes(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
-    """Return `axes` as negative numbers, which stay the same if leading axes are added.
+    """Return the `tile_axis` of a weight as negative axes, which leading axes do not change.
+
+    `axes` is an axis or a sequence of axes, and `shape` the shape of the weight.
 
     **Raises:** `ValueError` if no axis is named, or if an axis is out of range or named twice.
     """

@@ -171,7 +171,13 @@ class BitAllocator:
     def _find_candidates(
         self, args: Sequence[Any]
     ) -> tuple[ChosenRules, dict[str, list["_WeightCandidate"]]]:
-        """Return the flattened parameters, and a dict from paths to the candidates for a weight."""
+        """Return a pair: the flattened parameters, and a dict from paths to lists of candidates.
+
+        The candidates for a weight are the choices that match its path, fitted to the weight.
+        `args` are the arguments of the first batch.
+
+        **Raises:** `ValueError` if there are no candidates for any weight.
+        """
         with warnings.catch_warnings():
             # `quantize_tree` or `calibrate` will repeat these warnings for the allocated rules.
             warnings.simplefilter("ignore", UserWarning)
@@ -204,7 +210,10 @@ class BitAllocator:
         candidates: Mapping[str, Sequence["_WeightCandidate"]],
         batches: Iterable[Any],
     ) -> Mapping[str, ActivationStatistics]:
-        """Return a dict from the path of each weight to the statistics of its activations."""
+        """Run the model on the batches, and return the statistics of activations by path.
+
+        Weights that no product uses are left out.
+        """
         rules = {path: options[0].rule for path, options in candidates.items()}
         axes = tree.product_axes(rules)
         if not axes:
@@ -221,12 +230,13 @@ class BitAllocator:
     ) -> dict[str, float]:
         """Round one weight at a time, and return the relative squared errors of the model's output.
 
-        `candidates` is a dict from the path of each weight to the format to measure. The result is
-        a dict by path, which is empty if the outputs of the model are 0 or not floating.
+        `candidates` is a dict from the path of each weight to the candidate by which to round it.
+        `args` are the arguments of the model. The result is a dict by path, which is empty if the
+        outputs of the model are 0 or not floating.
         """
 
         def run(leaves: Sequence[Any]) -> list[np.ndarray]:
-            """Run the model with some parameters, and return the floating arrays in the output."""
+            """Run the model with the parameters `leaves`. Return the floating arrays it outputs."""
             out = implicit(self._program)(jax.tree.unflatten(tree.treedef, leaves), *args)
             arrays = [
                 jnp.asarray(materialise_one(x))
@@ -354,6 +364,8 @@ def solve_knapsack(
 def _pareto_front(bits: np.ndarray, losses: np.ndarray, budget: float | int) -> np.ndarray:
     """Return the indices of the Pareto front of (bits, loss) within a budget, ordered by bits.
 
+    `bits` and `losses` have one entry per option. An option is on the front if no option with at
+    most as many bits has a smaller loss.
     If the front has more than `_MAX_SUMS` entries, divide it into equal ranges of bits, and return
     only the entry with the least loss of each range.
     """

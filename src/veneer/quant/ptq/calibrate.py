@@ -253,8 +253,18 @@ class Calibrator:
     ) -> tuple[Mapping[str, RoundedWeight], Mapping[str, ActivationStatistics]]:
         """Round all weights, one stage (a group of weights) after another.
 
-        Return two dicts by path: the rounded weights, and the statistics of their activations. A
-        sequential calibration ignores `stages`, and finds its stages in the order of the program.
+        A sequential calibration ignores `stages`, and finds its stages in the order of the program.
+
+        **Arguments:**
+
+        - `chosen`: the flattened parameters and their rules.
+        - `axes`: a dict from the path of each weight that products use to its contracted axes.
+        - `stages`: the stages, in the order in which to round them.
+        - `batches`: the sample data.
+        - `saved`: the folder of results, from which finished stages are restored.
+
+        **Returns:** a pair of dicts by path: the rounded weights, and the statistics of their
+        activations.
         """
         leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
         weights = {}
@@ -352,9 +362,10 @@ Show = Callable[..., None]
 
 @contextmanager
 def _progress_bar(total: int, *, is_shown: bool) -> Iterator[Show]:
-    """Show a progress bar for `total` weights, and yield the function that updates the bar.
+    """Show a progress bar for `total` weights, and yield a function `show` that updates the bar.
 
-    If `is_shown` is False, there is no bar, and the function does nothing.
+    `show(text, n)` displays `text` and advances the bar by n weights, by default 0. If `is_shown`
+    is False, there is no bar, and `show` does nothing.
     """
     if not is_shown:
         yield lambda text, advance=0: None

@@ -308,7 +308,11 @@ def _round_rows(
     codes, errors = np.empty(w.shape, FORMATS[qtype].code_dtype), np.empty_like(compensated)
 
     def round_range(start: int, stop: int) -> None:
-        """Round the rows from `start` to `stop`, one half after the other."""
+        """Round the rows from `start` to `stop`.
+
+        If there are many, round the first half, compensate its errors in the second half, and then
+        round the second half.
+        """
         rows = slice(start, stop)
         if stop - start <= _PANEL:
             panel = compensated[rows], scale[rows], zero[rows], upper[rows, rows]
@@ -330,7 +334,7 @@ def _round_rows(
 def _round_panel(
     w: jax.Array, scale: jax.Array, zero: jax.Array, upper: jax.Array, *, qtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Round a panel of rows, in blocks of `_BLOCK` rows.
+    """Round a panel, which is a range of consecutive rows, in blocks of `_BLOCK` rows.
 
     `upper` is the part of `inverse_factor` for these rows and columns. Return the codes and the
     scaled errors: the rounding error of each row, divided by its entry on the diagonal of `upper`.
@@ -368,7 +372,10 @@ def _round_panel(
 def _round_to_nearest(
     w: jax.Array, scale: jax.Array, zero: jax.Array, *, qtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the nearest codes, and the rounding errors in reversed order for `_is_norm_above`."""
+    """Return the nearest codes, and the rounding errors with the last row first.
+
+    `_is_norm_above` takes the errors in this order. All arrays are `[K, N]`.
+    """
     codes, value = _encode(w, scale, zero, qtype)
     return codes.astype(FORMATS[qtype].code_dtype), _zero_nonfinite(w - value)[::-1]
 
@@ -376,7 +383,9 @@ def _round_to_nearest(
 def _is_norm_above(lower: np.ndarray, errors: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """Return whether the squared norm of each column of `lower.T @ errors` is above its limit.
 
-    `limits` has one entry per column. Rows of `errors` are ordered by increasing activations.
+    The squared norm is the loss of the rounding errors `errors`, `[K, N]`, if `lower` is the
+    Cholesky factor of the metric. `limits` has one entry per column. Rows of `errors` are ordered
+    by increasing activations.
     """
     norms, columns = np.zeros(errors.shape[1]), np.arange(errors.shape[1])
     # Add the norms of groups of rows, the last first. Stop adding columns above their limits.
@@ -395,7 +404,7 @@ def _is_norm_above(lower: np.ndarray, errors: np.ndarray, limits: np.ndarray) ->
 def _encode(
     w: jax.Array, scale: jax.Array, zero: jax.Array, qtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the nearest codes, and the values that the codes represent."""
+    """Return a pair: the nearest codes of `w`, and the values that these codes represent."""
     codes = FORMATS[qtype].encode(w / scale + zero)
     return codes, (FORMATS[qtype].decode(codes, w.dtype) - zero) * scale
 

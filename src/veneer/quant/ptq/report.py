@@ -79,7 +79,10 @@ class CalibrationReport(Tabular):
         return axes
 
     def mean(self, field: str) -> str:
-        """Return the mean of `before` or `after` over the weights, as a percentage."""
+        """Return the mean error of the weights as a text, such as "1.2%".
+
+        `field` is the error to average: "before" or "after", as in `WeightLoss`.
+        """
         values = [getattr(row, field) for row in self.rows]
         return percent(sum(values) / max(1, len(values)))
 
@@ -133,5 +136,5 @@ class AllocationReport(Tabular):
 
 
 def percent(share: float) -> str:
-    """Return a fraction as a percentage with two significant digits."""
+    """Return a fraction as a text: a percentage with two significant digits, such as "1.2%"."""
     return f"{100 * share:.2g}%"

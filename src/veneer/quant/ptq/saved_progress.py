@@ -81,6 +81,7 @@ class SavedProgress:
     ) -> None:
         """Save the state of the weight at `path` after a stage, and its activation statistics.
 
+        `stage` is the index of the stage.
         If `weight` is None, save only the statistics. An interruption leaves the file complete or
         absent.
         """
@@ -98,10 +99,13 @@ class SavedProgress:
     def restore(
         self, stage: int, weights: Mapping[str, RoundedWeight | None]
     ) -> dict[str, ActivationStatistics]:
-        """Restore the weights that are saved for a stage. Return their statistics by path.
+        """Restore the weights that are saved for a stage, in place.
 
-        `weights` is a dict from each path of the stage to the weight to restore. The value None
-        restores only the statistics. Damaged files are ignored, with a warning.
+        `stage` is the index of the stage. `weights` is a dict from each path of the stage to the
+        `RoundedWeight` whose state to restore. If the value is None, only statistics are restored.
+        Damaged files are ignored, with a warning.
+
+        Return a dict from the path of each saved weight to the statistics of its activations.
         """
         statistics = {}
         for path, weight in weights.items():

@@ -306,7 +306,7 @@ def arrays_only(leaves: Sequence[Any]) -> list[Any]:
 
 
 def replace_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Return `leaves` after replacing leaves by the entries of `arrays` that are not None."""
+    """Return `leaves`, each replaced by the entry of `arrays` at its index if that is not None."""
     return [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
 
 
@@ -327,8 +327,9 @@ def _trainable_names(leaf: Any) -> set[str]:
 def _dense_leaves(quantized: Any, dense: Any) -> list[Any]:
     """Return a list with the dense array before quantization for each leaf of `quantized`.
 
-    The array is in the basis of its QArray, for example rotated. It is None for leaves that are no
-    QArray, and for all leaves if the trees do not match, as with a `LoraArray`.
+    `dense` is the tree before quantization. If a weight is stored in another basis, for example
+    rotated, its dense array is converted to this basis. The entry is None for leaves that are no
+    QArray, and for all leaves if the two trees do not match, as with a `LoraArray`.
     """
     is_weight = lambda x: isinstance(x, QArray | InBasis | ActivationQuantized)
     weights, arrays = jax.tree.leaves(quantized, is_leaf=is_weight), jax.tree.leaves(dense)
@@ -350,7 +351,10 @@ def _dense_leaves(quantized: Any, dense: Any) -> list[Any]:
 
 
 def _dense_value(x: Any, variables: Variables) -> jax.Array:
-    """Return the dense array of a leaf with trained variables. Derivatives ignore the rounding."""
+    """Return the dense array of the leaf `x` with its trained variables applied.
+
+    Derivatives with respect to the variables ignore the rounding (straight-through estimator).
+    """
     if not isinstance(x, QArray):
         return _change_dense(x, variables["dense"])
     scale = _trained_scale(x, variables)
@@ -366,7 +370,7 @@ def _dense_value(x: Any, variables: Variables) -> jax.Array:
 
 
 def _stored_value(x: Any, variables: Variables) -> Any:
-    """Return a leaf with its trained variables applied. A QArray stays a QArray."""
+    """Return the leaf `x` with its trained variables applied. A QArray stays a QArray."""
     if not isinstance(x, QArray):
         return _change_dense(x, variables["dense"])
     scale = _trained_scale(x, variables)
@@ -393,9 +397,10 @@ def _trained_scale(q: QArray, variables: Variables) -> jax.Array:
 
 
 def _trained_codes(q: QArray, variable: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the trained codes before rounding, relative to the trained `scale`.
+    """Return the trained codes before rounding, for the trained scales `scale`.
 
-    `variable` is the variable "codes", which is relative to the old scales, `q.scales()`.
+    `variable` is the trained variable "codes", which belongs to the old scales, `q.scales()`. The
+    codes are converted so that they represent the same dense values with the new scales.
     """
     dense = _from_codes(q, _code_step(q) * variable, q.scales())
     return _to_codes(q, dense, scale)
@@ -416,7 +421,7 @@ def _codes_before_rounding(q: QArray, dense: Any) -> jax.Array:
 
 
 def _to_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the codes of dense values before rounding: `x / scale + zero_point`."""
+    """Return the codes of dense values before rounding: `(x - minimum) / scale + zero_point`."""
     minimum, zero_point = q.minima(), q.zero_points()
     x = x if minimum is None else over_tiles(jnp.subtract, x, minimum)
     x = over_tiles(jnp.divide, x, jnp.where(scale == 0, 1, scale))
@@ -432,9 +437,10 @@ def _from_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _code_step(q: QArray) -> float:
-    """Return the divisor of the variable "codes".
+    """Return the number by which codes are divided to get the variable "codes" of `q`.
 
-    It is `_CODES_RATE` times the average distance between the values of neighboring codes.
+    It is `_CODES_RATE` times the average distance between the values of neighboring codes. The
+    optimizer then changes codes at a suitable rate.
     """
     low, high = q.format.value_range
     return _CODES_RATE * (high - low) / (2**q.format.bits - 1)

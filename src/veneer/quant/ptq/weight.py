@@ -48,7 +48,7 @@ class MatrixStack:
         self.shape = tuple(map(math.prod, self._sizes))
 
     def split(self, array: Any) -> np.ndarray:
-        """Return an array as matrices `[S, K, N]`."""
+        """Return an array of shape `shape` as matrices `[S, K, N]`."""
         return np.asarray(array).transpose(self._order).reshape(self.shape)
 
     def join(self, matrices: np.ndarray) -> np.ndarray:
@@ -66,7 +66,8 @@ class MatrixStack:
     def grams_in_basis(self, weight: InBasis, grams: np.ndarray) -> np.ndarray:
         """Transform second moments of activations, `[S, K, K]`, into the basis of `weight`.
 
-        `weight` is stored in another basis along its contracted axes, for example rotated.
+        `weight` is stored in another basis along its contracted axes, for example rotated. GPTQ
+        rounds the stored values, so it needs the second moments in that basis.
         """
         stacked, contracted, _ = self._axes
         stacked_sizes, contracted_sizes, _ = self._sizes
@@ -130,7 +131,7 @@ class Correction:
         stacked_axes: Sequence[int],
         stacks: Collection[int],
     ) -> None:
-        """Compute the factors of some matrices, and store them in `factors`.
+        """Compute the corrections of some matrices, and store them in the attribute `factors`.
 
         **Arguments:**
 
@@ -166,10 +167,10 @@ class Correction:
                 self.factors[0][i], self.factors[1][i] = (b.T, a.T) if is_transposed else (a, b)
 
     def _gram_of_matrix(self, gram: np.ndarray, index: Sequence[int]) -> np.ndarray:
-        """Return the second moments of the activations that multiply one matrix.
+        """Return the part of `gram` for one matrix of the weight, `[K, K]`.
 
-        `index` is the index of the matrix in the leading axes. If products also contract leading
-        axes, the second moments `gram` cover several matrices.
+        `gram` has the second moments of activations. If products also contract leading axes, it
+        covers several matrices. `index` is the index of the matrix in the leading axes.
         """
         sizes = [self._weight_shape[axis] for axis in self._contracted]
         part = [index[i] if i < len(self._lead) else slice(None) for i in self._contracted]
@@ -179,9 +180,9 @@ class Correction:
         return gram.reshape(*sizes, *sizes)[(*part, *part)].reshape(size, size)
 
     def add_to(self, q: Any, dense: Any) -> Any:
-        """Return the rounded weight `q` with its correction.
+        """Return the rounded weight `q` with its correction, as a `LoraArray`.
 
-        Before the first `compute`, use the correction that is closest to the error `dense - q`.
+        If `compute` was never called, use the correction that is closest to the error `dense - q`.
         """
         if self.factors is None:
             return add_correction(q, dense, self._rank, self._axes)
@@ -251,7 +252,7 @@ class RoundedWeight:
           the kernel of a convolution, round the weight to nearest.
         - `method`: a name in `ROUNDING_METHODS`.
         - `damping`, `propagation`: as in `calibrate`.
-        - `stacks`: the indices of the matrices. None means all.
+        - `stacks`: the indices of the matrices to round, from 0 to S - 1. None means all.
         """
         if statistics.gram is None or not self._dense.size:
             self.values = self.rounded_values()
@@ -336,7 +337,9 @@ class RoundedWeight:
         self._update_values()
 
     def result(self, path: str) -> tuple[Any, WeightLoss | None]:
-        """Return the rounded weight and its loss. The loss is None if all activations are 0.
+        """Return a pair: the rounded weight, and its errors, or None if all activations are 0.
+
+        `path` is the path of the weight, which the `WeightLoss` names.
 
         If the method did not reduce the loss, return the weight rounded to nearest instead. There
         are two exceptions. SmoothQuant also improves the activations, so its weight is always used.
@@ -356,7 +359,7 @@ class RoundedWeight:
         return result, WeightLoss(path, q.shape, qtype, before, after, method, rank)
 
     def _update_values(self) -> None:
-        """Set `values` to the dense weight, with the rounded matrices in place."""
+        """Set the attribute `values` to the dense weight, with the rounded matrices in place."""
         matrices, done = self._matrices, sorted(self._done)
         values = matrices.split(self._dense).copy()
         values[done] = matrices.split(self.rounded_values())[done]
@@ -387,7 +390,10 @@ class RoundedWeight:
         self._set_target(jnp.asarray(self._matrices.join(targets)))
 
     def _set_target(self, target: Any) -> None:
-        """Replace the array to round by `target`, and quantize `target` to the nearest codes."""
+        """Set the array to round to `target`, a dense array, and round it to the nearest codes.
+
+        The array to round differs from the weight if it compensates errors of earlier weights.
+        """
         self._target = target
         self._rounded = self._quantize(self._rule.in_basis(target))
 
@@ -397,13 +403,16 @@ class RoundedWeight:
         return array.with_array(q) if isinstance(array, InBasis) else q
 
     def _round_to_nearest(self, w: np.ndarray) -> np.ndarray:
-        """Quantize and dequantize matrices with the default scales of the format."""
+        """Quantize and dequantize matrices `[S, K, N]` with the default scales of the format."""
         rule, matrices = self._rule_in_basis, self._matrices
         rule = dataclasses.replace(rule, calibration_method=None)
         return matrices.split(materialise_one(rule.quantize(jnp.asarray(matrices.join(w)))))
 
     def _scale_channels(self) -> Scaled:
-        """Return the array to round as a `Scaled`, which stores the array times channel factors."""
+        """Return the array to round as a `Scaled`.
+
+        It stores the array times the factors of AWQ or SmoothQuant, one per channel.
+        """
         divisors = jnp.asarray(self._matrices.join_channels(1 / self._factors))
         unscaled = Scaled(self._target, divisors)
         return unscaled.with_array(unscaled.stored(self._target))
@@ -411,7 +420,10 @@ class RoundedWeight:
     def _choose_codes(
         self, moments: Sequence[Moments], stacks: Sequence[int], damping: float
     ) -> None:
-        """Choose the codes of some matrices by GPTQ, with the current scales."""
+        """Choose the codes of some matrices by GPTQ, with the current scales.
+
+        `moments` has the second moments of all S matrices, and `stacks` the indices to choose.
+        """
         q, matrices = _unwrap(self._rounded), self._matrices
         dense, grams = self._target, np.stack([moment.gram for moment in moments])
         if isinstance(self._rounded, InBasis):
@@ -433,7 +445,10 @@ class RoundedWeight:
         self._set_quantized(q.with_codes(jnp.asarray(matrices.join(all_codes))))
 
     def _set_quantized(self, q: QArray) -> None:
-        """Replace the quantized array in the rounded weight, which may be in another basis."""
+        """Replace the quantized array in the rounded weight by `q`.
+
+        If the rounded weight is stored in another basis, the basis stays the same.
+        """
         rounded = self._rounded
         self._rounded = rounded.with_array(q) if isinstance(rounded, InBasis) else q
 
@@ -451,9 +466,10 @@ def name_errors(path: str) -> Iterator[None]:
 
 
 def _with_least_error(rule: Rule) -> Rule:
-    """Return `rule` with the calibration method `SCALES`, which minimizes the error of the scales.
+    """Return `rule` with the calibration method `SCALES`, which minimizes the rounding error.
 
-    A method that `rule` sets stays, and so does a special default method of the format.
+    Return `rule` unchanged if it sets a calibration method, or if the default method of the format
+    is neither "absmax" nor "minmax".
     """
     assert rule.qtype is not None
     has_usual_default = get_format(rule.qtype).calibration in ("absmax", "minmax")
@@ -463,5 +479,5 @@ def _with_least_error(rule: Rule) -> Rule:
 
 
 def _unwrap(x: Any) -> Any:
-    """Return the array inside an `InBasis`, which is in another basis, or else `x` itself."""
+    """Return the stored array of an `InBasis`, such as a rotated weight, and `x` otherwise."""
     return x.array if isinstance(x, InBasis) else x

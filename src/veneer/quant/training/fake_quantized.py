@@ -148,9 +148,11 @@ def fake_quantize_with_scale(
 
 
 def _straight_through(value: jax.Array, array: jax.Array, ends: Ends | None) -> jax.Array:
-    """Return `value`, with derivative 1 with respect to `array`, or 0 where `array` is clipped.
+    """Return `value` with the derivative of a straight-through estimator.
 
-    Entries of `array` beyond `ends` are clipped. If `ends` is None, no entry is clipped.
+    The derivative with respect to `array` is 1, or 0 for clipped entries of `array`. These are the
+    entries outside of the range of their tile. `ends` is the pair of both ends of the ranges, with
+    one entry per tile. If it is None, no entry is clipped.
     """
     value = jax.lax.stop_gradient(value)
     if ends is not None:

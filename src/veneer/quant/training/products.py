@@ -48,7 +48,9 @@ class GradientAxes(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingProduct:
-    """A primitive for products, with its parameters. Operand 0 is lhs, and operand 1 is rhs.
+    """A base class of products in training: a primitive with its parameters, and its gradients.
+
+    Operand 0 is lhs, and operand 1 is rhs. The argument `side` of the methods is such a number.
 
     **Arguments:**
 
@@ -80,7 +82,7 @@ class TrainingProduct:
 
     @property
     def has_gradients_on_codes(self) -> bool:
-        """True if gradients multiply the codes of operands, False if they dequantize operands."""
+        """True if gradients are products of codes, False if the operands are dequantized first."""
         return True
 
     @property
@@ -90,7 +92,7 @@ class TrainingProduct:
 
     @property
     def is_forward(self) -> bool:
-        """True if a forward pass can contain this product, False if only a backward pass can."""
+        """True if this product can be in a forward pass, False if it can only compute gradients."""
         return True
 
     def bind(self, lhs: Any, rhs: Any, *other_operands: Any) -> jax.Array:
@@ -109,7 +111,10 @@ class TrainingProduct:
         raise NotImplementedError
 
     def transpose_operand(self, side: int, other: Operand) -> Operand:
-        """Return operand `1 - side`, rearranged for the gradient of operand `side`."""
+        """Return `other`, operand `1 - side`, rearranged for the gradient of operand `side`.
+
+        For example, the gradient of the images in a convolution needs the reversed kernel.
+        """
         del side
         return other
 
@@ -129,7 +134,10 @@ class TrainingProduct:
 
 
 class _DotProduct(TrainingProduct):
-    """A `dot_general`. The gradient of an operand contracts the free axes of the other operand."""
+    """A `dot_general` in training, with gradients that are also computed by `dot_general`.
+
+    The gradient of an operand contracts the free axes of the other operand.
+    """
 
     primitive = "dot_general"
     supports_tiles = True
@@ -262,7 +270,10 @@ class _Convolution(TrainingProduct):
 
 
 class _RaggedDot(_DotProduct):
-    """A `ragged_dot_general` of materialized operands. Its gradients are in floating point."""
+    """A `ragged_dot_general` in training. All its operands are dequantized first.
+
+    The gradients are computed in floating point, too.
+    """
 
     primitive = "ragged_dot_general"
     supports_tiles = False

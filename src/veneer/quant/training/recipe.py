@@ -146,11 +146,12 @@ def _transpose(w: FakeQuantized, *, permutation: Sequence[int]) -> Any:
 
 
 def _transpose_key(w: FakeQuantized, new_leading: Sequence[int]) -> Any:
-    """Return the PRNG keys of a transposed weight, one per entry of its leading axes.
+    """Return the PRNG keys (`key`) of the weight `w` after a transpose.
 
-    Leading axes precede the first axis in `tile_axis`. `new_leading` lists the axes of `w` that
-    become the leading axes, in the new order. A new leading axis repeats the keys. If an axis is no
-    longer a leading axis, its first key is used.
+    A weight has one key per entry of its leading axes, which precede the first axis in `tile_axis`.
+    `new_leading` lists the axes of `w` that become the leading axes, in the new order. Along an
+    axis that was not a leading axis before, the keys are repeated. If an axis is no longer a
+    leading axis, its first key is used.
     """
     key = w.key[tuple(slice(None) if axis in new_leading else 0 for axis in range(w.lead))]
     old_axes = [axis for axis in range(w.lead) if axis in new_leading]
@@ -182,7 +183,7 @@ class OperandRecipe:
 
     @classmethod
     def of_weight(cls, w: FakeQuantized) -> "OperandRecipe":
-        """Return the options for quantizing a weight."""
+        """Return the options for quantizing the weight `w` in the forward pass."""
         method, axes = w.calibration_method, w.grid
         return cls(w.w.dtype.name, w.dtype.name, w.qtype, method, axes, w.scale_dtype)
 
@@ -261,7 +262,9 @@ class OperandRecipe:
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """A product, with the options for quantizing its operands and gradients. It is hashable.
+    """A product, with the options for quantizing its operands and gradients.
+
+    A recipe is hashable, because it is a static argument of `jax.custom_vjp`.
 
     **Arguments:**
 
@@ -324,7 +327,11 @@ def _can_reuse_codes(
 
 
 def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    """Return the gradients of lhs and rhs for the gradient `g` of the product. For `defvjp`."""
+    """Return the gradients of the array arguments of `quantized_product`, for `defvjp`.
+
+    These are the gradients of lhs and rhs, and None for the other arguments. `g` is the gradient of
+    the product, and `residuals` are from `_forward`.
+    """
     saved, other_operands, key = residuals
     keys = _split_key(key, g)
     gradients: list[jax.Array | None] = []
@@ -452,8 +459,10 @@ def _quantize_gradient(
 
 
 def _split_key(key: Any, g: jax.Array) -> tuple[Any, Any]:
-    """Return two different keys derived from `key` and the bits of `g`, or two None if it is None.
+    """Return a pair of keys that are derived from `key` and the bits of `g`.
 
+    Without a key, return `(None, None)`.
+    They round `g` for the gradients of lhs and of rhs.
     The bits of `g` are folded in, because a weight can be used several times with the same key: in
     the steps of a loop, or for the members of a batch.
     """
