@@ -27,8 +27,8 @@ _MOST_PRODUCTS = 16
 def is_on_one_device(ctx: Any) -> bool:
     """Return whether the program that is being lowered is for one device.
 
-    The part of one device in a `shard_map` is. `ctx` is the context that JAX gives to a lowering
-    rule.
+    This includes the body of a `shard_map` over all axes of its mesh, which each device runs on its
+    own part. `ctx` is the context that JAX gives to a lowering rule.
     """
     axes = ctx.module_context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):  # a shard_map
@@ -54,8 +54,8 @@ def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) 
 
     **Arguments:**
 
-    - `arrays`: the operands that are present.
-    - `present`: for each field of `MatmulOperands`, whether it is present.
+    - `arrays`: the fields of `MatmulOperands` that are not None, in order.
+    - `present`: for each field of `MatmulOperands`, whether `arrays` has it.
     """
     problem, operands = problem.flatten_batch(unflatten(arrays, present))
     problem, operands = problem.with_float_scales(operands)
@@ -96,7 +96,10 @@ def by_kernel(
 
 
 def by_gpu_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
-    """Compute a product on one GPU: by a kernel if one fits and the GPU is here, else by XLA."""
+    """Compute a product on one GPU: by a kernel if `can_use_kernel` says so, else by XLA.
+
+    The arguments are the same as for `by_reference`.
+    """
     if not can_use_kernel("gpu", arrays, problem, present):
         return by_reference(*arrays, problem=problem, present=present)
     return by_kernel(*arrays, problem=problem, present=present, platform="gpu")
@@ -107,8 +110,9 @@ def can_use_kernel(
 ) -> bool:
     """Return whether a kernel for GPUs or TPUs fits a product, and can be lowered in this process.
 
-    If not, XLA gets the product at once, and can partition it as any other over several devices.
-    `avals` are the types of the operands that are present.
+    If it cannot, the product should be lowered by `by_reference`, so that XLA can partition it over
+    several devices. `avals` are the avals of the operands that are not None, and `present` is the
+    same as for `by_reference`.
     """
     operands = jax.eval_shape(
         lambda *xs: problem.with_float_scales(unflatten(xs, present).deinterleaved())[1], *avals
@@ -120,7 +124,7 @@ def can_use_kernel(
 def _select_kernel(
     platform: str, operands: MatmulOperands, problem: MatmulProblem
 ) -> KernelRow | None:
-    """Return the kernel for these operands, or None if no kernel fits or x has no rows."""
+    """Return the table row of the kernel for a product. None if no kernel fits or x has no rows."""
     shape = problem.shape(operands)
     if not shape.m:
         return None
@@ -128,9 +132,9 @@ def _select_kernel(
 
 
 def find_cpu_kernel(operands: MatmulOperands, problem: MatmulProblem) -> KernelRow | None:
-    """Return the kernel for a product on one CPU, after compiling it.
+    """Find the kernel for a product on one CPU, compile it if necessary, and return its table row.
 
-    Return None if no kernel fits, or if it cannot be compiled.
+    Return None if no kernel fits the product, or if the kernel that fits cannot be compiled.
     """
     kernel = _select_kernel("cpu", operands, problem)
     is_built = kernel is not None and select.is_built(kernel.target(problem.codes.kind))
@@ -141,23 +145,27 @@ def find_cpu_kernel(operands: MatmulOperands, problem: MatmulProblem) -> KernelR
 
 
 class _CpuKernel(NamedTuple):
-    """A CPU kernel, for `common/calls.py`.
+    """A CPU kernel, in the form that `common/calls.py` needs.
 
     **Arguments:**
 
-    - `target`: the name of its FFI target, which is registered.
-    - `most_products`: the most products in one call.
+    - `target`: the name of its FFI target, which must be registered.
+    - `most_products`: the largest number of products that one call can compute.
     """
 
     target: str
     most_products: int
 
     def is_called_by(self, operation: Any) -> bool:
-        """Return whether a custom call calls the FFI target of this kernel."""
+        """Return whether an MLIR custom call calls the FFI target of this kernel."""
         return calls.attribute(operation, "call_target_name") == self.target
 
     def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
-        """Write a call of the FFI target into the program."""
+        """Write a call of the FFI target into the program, and return its results.
+
+        `ctx` is JAX's lowering context, whose `avals_out` has the shapes and the dtype of the
+        results. `operands` are MLIR values: the activations, then the arrays of each matrix.
+        """
         return jax.ffi.ffi_lowering(self.target)(ctx, *operands)
 
 
@@ -188,8 +196,9 @@ def call_cpu_kernel(
 
     **Arguments:**
 
+    - `kernel`: its row of the table, as `find_cpu_kernel` returns.
     - `stacks`: the operands that the kernel reads from a stack, by their names in
-      `MatmulOperands`. Only the shapes of the arrays with these names in `operands` are used.
+      `MatmulOperands`. Of the arrays with these names in `operands`, only the shapes are used.
     """
     x, packed, x_scale = operands.x, operands.packed, operands.x_scale
     table = np.asarray(problem.codes.table, np.float32)
@@ -225,9 +234,9 @@ def call_cpu_kernel(
 def _fused_offset(
     kernel: KernelRow, operands: MatmulOperands, problem: MatmulProblem
 ) -> str | None:
-    """Return "minimum" or "zero_point" if a CPU kernel reads this operand, else None.
+    """Return the operand that a CPU kernel itself uses: "minimum" or "zero_point", or None.
 
-    If None, XLA adds the term of this operand to the product.
+    If None, the kernel uses neither. If the product has minima or zero points, XLA adds their term.
     """
     if operands.minimum is not None:
         return "minimum" if kernel.adds_minima else None

@@ -33,8 +33,8 @@ def matmul(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
     """Return the product of activations with a stored matrix W `[R, C]`.
 
     It is `x @ W` if `problem.contracting` is "rows", and `x @ W.T` if it is "columns". W is `(codes
-    - zero_point) * scale + minimum`. Sums are in f32, and sums of int8 activations are exact within
-    a tile.
+    + offset - zero_point) * scale + minimum`, where `offset` is `problem.offset`. Sums are in f32,
+    and sums of int8 activations are exact within a tile.
 
     **Returns:** `[B, M, N]` with the dtype `problem.out_dtype`.
     """
@@ -72,7 +72,10 @@ def _jvp(
 def _tangent_of_result(
     operands: MatmulOperands, problem: MatmulProblem, name: str, tangent: jax.Array
 ) -> jax.Array:
-    """Return the tangent of the product, given the tangent of the operand `name` alone."""
+    """Return the tangent of the product if only one operand has a tangent.
+
+    `name` is the name of this operand in `MatmulOperands`.
+    """
     if problem.tiles is not None and name.startswith("outer_"):
         name = name.removeprefix("outer_")
         tangent = problem.tiles.dequantize(getattr(operands, name), tangent)
@@ -145,13 +148,13 @@ batching.primitive_batchers[matmul_p] = _batch
 
 
 def _merge_mapped_axis(x: Any, axis: int | None, size: int, to: int) -> Any:
-    """Merge the axis of an array that `vmap` maps into another axis. The mapped axis varies slower.
+    """Merge the axis of x that `vmap` maps into another axis of x. The mapped axis varies slower.
 
     **Arguments:**
 
-    - `axis`: the mapped axis. If it is None, the array is first repeated along a new axis.
+    - `axis`: the mapped axis. If it is None, x is first repeated along a new axis.
     - `size`: the size of the mapped axis.
-    - `to`: the other axis, counted without the mapped axis.
+    - `to`: the axis to merge into, counted without the mapped axis.
     """
     if axis is not None:
         x = jnp.moveaxis(x, axis, to)

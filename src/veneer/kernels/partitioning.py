@@ -129,7 +129,10 @@ def sharding_rule(
 
 
 def _axes(operands: MatmulOperands, problem: MatmulProblem) -> list[tuple[str, ...]]:
-    """Return the names of the axes of each operand that is not None, and of the result."""
+    """Return the names of the axes of each operand that is not None, and of the result last.
+
+    A name is "b" (batch), "m" (rows of x), or "rows" or "columns" of the stored matrix.
+    """
     matrix = ("b", "rows", "columns")
     x = ("b", "m", problem.contracting)
     x_scale = x if operands.x_scale is not None and operands.x_scale.ndim == 3 else x[:2]
@@ -141,8 +144,8 @@ def _axes(operands: MatmulOperands, problem: MatmulProblem) -> list[tuple[str, .
 def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
     """Divide an axis of the matrix into factors, for the sharding rule.
 
-    Along the axis, the arrays of codes, bytes and scales have different numbers of entries. An
-    array with fewer entries has only the first factors.
+    Along the axis, codes, the bytes that hold codes, scales and zero points have different numbers
+    of entries. An array with fewer entries has only the first factors.
 
     **Arguments:**
 
@@ -162,7 +165,10 @@ def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
 
 
 def _most_tiles(operands: MatmulOperands) -> tuple[int, int]:
-    """Return the larger number of scales and of zero points, along rows and along columns."""
+    """Return the number of scales along rows and along columns of the stored matrix.
+
+    If there are more zero points than scales along an axis, return the number of zero points.
+    """
     leaves = [x for x in (operands.scale, operands.zero_point) if x is not None]
     return max(x.shape[1] for x in leaves), max(x.shape[2] for x in leaves)
 
@@ -207,7 +213,9 @@ _MeshAxes = tuple[str, ...] | None
 def _mesh_axes(
     operands: MatmulOperands, result: Any, problem: MatmulProblem, mesh: Any
 ) -> dict[str, _MeshAxes]:
-    """Return the mesh axes that shard each axis of a product: "b", "m", "rows" and "columns".
+    """Return the mesh axes that shard each axis of a product, or None for an axis that none shards.
+
+    The axes are "b" (batch), "m" (rows of x), and the "rows" and "columns" of the stored matrix.
 
     For each axis, use the sharding of the result, or else of an operand. Ignore a sharding that
     splits a byte or one of several tiles, or that uses a mesh axis which another axis uses.

@@ -53,7 +53,7 @@ class Quantizer:
     reference: Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
 
     def packed_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the stored codes of an array. They are packed along the last axis."""
+        """Return the shape of the codes of an array of this shape, packed along the last axis."""
         return (*shape[:-1], -(-shape[-1] * QUANTIZED_BITS[self.kind] // 8))
 
 
@@ -80,7 +80,7 @@ def can_quantize(kind: str, shape: Shape, counts: Shape) -> bool:
 
 
 def quantize(array: jax.Array, quantizer: Quantizer) -> tuple[jax.Array, jax.Array]:
-    """Return the stored codes of an f32 array, and its scales, f32 with the shape `counts`."""
+    """Return the packed codes of an f32 array, and its f32 scales of shape `quantizer.counts`."""
     packed, scale = quantize_p.bind(array, quantizer=quantizer)
     return packed, scale
 
@@ -138,10 +138,11 @@ def _by_kernel(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array, ja
 def _as_matrices(
     kind: str, shape: Shape, counts: Shape
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
-    """Return the shape `[B, R, C]` by which a kernel reads an array, and the shape of a tile.
+    """Return the shape `[B, R, C]` as which a kernel reads an array, and the shape of its tiles.
 
-    R is the axis before the last whose tiles have more than one value, and C has all axes after R.
-    Return None if more than one such axis exists, or if the kernel does not support the sizes.
+    R is the only axis, except the last, along which a tile has more than one value. C merges all
+    axes after R, and B all axes before. Without such an axis, R merges all axes except the last.
+    Return None if several such axes exist, or if the kernel does not support the sizes.
     """
     if 0 in shape or not shape:
         return None

@@ -54,7 +54,7 @@ def use(choice: str) -> Iterator[None]:
 def current_choice() -> Choice:
     """Return the choice of `use` or of the environment variable that applies now.
 
-    **Raises:** `ValueError` if the environment variable `VENEER_KERNELS` holds no choice.
+    **Raises:** `ValueError` if the environment variable `VENEER_KERNELS` has any other value.
     """
     choice: Any = _choice.value or os.environ.get("VENEER_KERNELS") or "auto"
     if choice not in get_args(Choice):
@@ -81,10 +81,10 @@ def can_have_kernel(entries: int, batch: Any) -> bool:
 
 
 def least_entries(platform: str, entries: int, batch: int) -> int | None:
-    """Return how many entries a matrix needs for the kernels of a platform, if it has too few.
+    """Return the least number of codes of a matrix for the kernels of a platform, if it has fewer.
 
-    Return None if it has enough `entries`, if their number is symbolic, or if the platform has no
-    kernels that were measured.
+    The product has `batch` stored matrices with `entries` codes each. Return None if it is large
+    enough, if `entries` is symbolic, or if the platform has no kernels that were measured.
     """
     has_kernels = any(row.platform == platform and not row.opt_in for row in TABLE)
     if not has_kernels or not isinstance(entries, int):
@@ -99,7 +99,8 @@ def find_kernel(
 
     **Arguments:**
 
-    - `opt_in`: whether kernels that were never measured may compute it.
+    - `codes`, `shape`: the encoding of the stored matrix, and the sizes and types of the product.
+    - `opt_in`: whether kernels that were never measured may compute the product.
 
     >>> from veneer.kernels import select
     >>> from veneer.kernels.common.problem import Codes, MatmulShape
@@ -149,7 +150,7 @@ def usable_kernels(operands: MatmulOperands, problem: MatmulProblem) -> dict[str
 
 
 def is_built(target: str) -> bool:
-    """Return whether a CPU kernel can be called in this process. Compile it if necessary.
+    """Return whether a CPU kernel can be called in this process. Compile and register it if needed.
 
     `target` is the name of its FFI target. If it cannot be compiled, a warning says why, once.
     """
@@ -166,7 +167,7 @@ def is_built(target: str) -> bool:
 
 @runtime_checkable
 class DeviceKernel(Protocol):
-    """A module with a kernel for GPUs or TPUs."""
+    """The functions of a module that has a kernel for GPUs or TPUs."""
 
     def is_available(self) -> bool:
         """Return whether programs with the kernel can be traced in this process.
@@ -205,15 +206,16 @@ class DeviceKernel(Protocol):
 
 
 def device_kernel(kernel: KernelRow) -> DeviceKernel:
-    """Return the module of a kernel for GPUs or TPUs."""
+    """Import and return the module of a kernel for GPUs or TPUs."""
     module: Any = importlib.import_module(f"{__package__}.{kernel.module}")
     return module
 
 
 def can_lower(kernel: KernelRow, operands: MatmulOperands, problem: MatmulProblem) -> bool:
-    """Return whether the kernel of a GPU or TPU compiles here. A warning says why not, once.
+    """Return whether a kernel for GPUs or TPUs can be compiled for a product in this process.
 
-    There is no warning if this process has no GPU that the kernel is for.
+    If compilation fails, a warning gives the error, once. If this process has no GPU that the
+    kernel is for, return False without a warning.
     """
     module = device_kernel(kernel)
     if not module.has_device():

@@ -106,7 +106,7 @@ class _Slice(NamedTuple):
     is_transposed: bool = False
 
     def index_in_bounds(self) -> jax.Array:
-        """Return the index as an int32, in bounds."""
+        """Return `index` as an int32, clipped to the parts of the stack."""
         return start_in_bounds(self.index, self.stack.size // max(1, self.array.size))
 
 
@@ -160,9 +160,10 @@ def _equation(equation: Any, operands: list[Any]) -> Sequence[Any]:
 def _product(
     operands: Sequence[Any], *, problem: MatmulProblem, present: Sequence[bool]
 ) -> jax.Array | None:
-    """Return the product by a CPU kernel that reads the stack of its matrix.
+    """Compute a product by a CPU kernel that reads the stored matrix in its stack.
 
-    Return None if the matrix is not a `_Slice`, or if no kernel fits.
+    `operands` are arrays or `_Slice`. Return None if the matrix is not a `_Slice`, or if no kernel
+    fits. `present` says which fields of `MatmulOperands` the operands are.
     """
     slices = unflatten(operands, present)
     if not isinstance(slices.packed, _Slice):

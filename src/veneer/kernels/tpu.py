@@ -62,7 +62,7 @@ class StoredLayout:
 
 
 class BlockSizes(NamedTuple):
-    """The sizes of a block, in entries."""
+    """The sizes of a block of a product `[m, k] x [k, n]`, in entries (bytes of codes)."""
 
     m: int
     n: int
@@ -306,7 +306,7 @@ def _kernel(
 
 
 def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSizes) -> jax.Array:
-    """Expand scales to the entries of a block, or to a shape that broadcasts to the block.
+    """Expand scales to one per entry of a block, or to a shape that broadcasts to the block.
 
     `first` is the index along K of the first entry of the block.
     """

@@ -42,7 +42,8 @@ class Cache:
 
     - `package`: the name of the package, which must be imported. Its last part is the name of the
       folder in `root()`.
-    - `text`: returns a text for the fingerprint, of anything else that the code depends on.
+    - `text`: returns a text that describes anything else that the code depends on. It becomes part
+      of the fingerprint.
     """
 
     def __init__(self, package: str, text: Callable[[], str] = str):
@@ -57,7 +58,7 @@ class Cache:
         return root() / self._folder
 
     def cached(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """Return the object file of this name. If it is missing, call `make` and store the result.
+        """Return the bytes of an object file. If it is missing, call `make` and store the result.
 
         Errors of reading and writing are ignored, and a damaged file is made again.
         """
@@ -97,9 +98,9 @@ def root() -> Path:
 
 
 def save_isa(isa: str | None) -> None:
-    """Save the vector instruction set that later processes on CPUs like this one use.
+    """Save the vector instruction set that later processes use on CPUs with the same `host_cpu()`.
 
-    With None, they use the best that the CPU has.
+    If `isa` is None, they use the best instruction set that the CPU has.
 
     **Raises:** `OSError` if the cache cannot be written.
     """
@@ -112,7 +113,7 @@ def save_isa(isa: str | None) -> None:
 
 
 def saved_isa() -> str | None:
-    """Return the instruction set that `save_isa` saved last on a CPU like this one, or None."""
+    """Return the instruction set that `save_isa` saved last for this `host_cpu()`, or None."""
     return _saved_isas().get(host_cpu())
 
 
@@ -132,7 +133,7 @@ def host_cpu() -> str:
 
 
 def hash_sources(folders: set[Path]) -> bytes:
-    """Return a hash of all Python files in folders and their subfolders."""
+    """Return a hash of all Python files in these folders and their subfolders."""
     digest = hashlib.sha256()
     for folder in sorted(folders):
         for source in sorted(folder.rglob("*.py")):
@@ -152,9 +153,9 @@ def _dependencies() -> Iterator[str]:
 
 
 def _remove_old(file: Path) -> None:
-    """Remove old files of the same name with other fingerprints.
+    """Remove object files with the same name as `file` but another fingerprint, if they are old.
 
-    If two fingerprints are in use at the same time, each file is made again once in `_MAX_AGE`.
+    If two fingerprints are in use at the same time, each file is made again once per `_MAX_AGE`.
     """
     name = file.name.rpartition("-")[0]
     for other in file.parent.glob(f"{name}-*{file.suffix}"):

@@ -48,7 +48,7 @@ class _UnoptimizedLibrary(CPUCodeLibrary):
         return super()._get_module_for_linking()
 
     def _get_module_for_linking(self) -> Any:
-        """Return the module with all callees, which a caller that Numba optimizes links in."""
+        """Return the module with all callees, for a caller that Numba itself optimizes."""
         module = self.own_module().clone()
         for callee in modules_of(self._linking_libraries):
             module.link_in(callee, preserve=True)
@@ -58,7 +58,7 @@ class _UnoptimizedLibrary(CPUCodeLibrary):
 class Unoptimized(Compiler):
     """A Numba compiler that neither optimizes a function nor generates machine code for it.
 
-    Whatever calls the function, an object file or a function of `njit`, does both for it.
+    Both happen later, together with its caller: an object file, or a function of `numba.njit`.
     """
 
     def compile_extra(self, func: Callable[..., Any]) -> Any:
@@ -93,9 +93,11 @@ def modules_of(libraries: Iterable[Any]) -> list[Any]:
 
 
 def native(function: Callable[..., Any], **options: Any) -> Any:
-    """Compile a function of numbers that only compiled functions call.
+    """Decorate a function of numbers that only other compiled functions call.
 
-    It does not hold Python's lock, divides as C does, and raises nothing.
+    Numba compiles the function for them, and Python cannot call it. The compiled function does not
+    hold Python's lock, divides as C does, and raises nothing. `options` are further options of
+    `numba.njit`.
     """
     # Tests wrap all functions to check their annotations. Numba cannot compile the wrapper.
     function = inspect.unwrap(function)
@@ -132,7 +134,7 @@ def prevent_inlining(typing_context):
 
 @intrinsic(prefer_literal=True)
 def c_function(typing_context, function, name):
-    """Return the address of a C function named `name` that calls a native function of int64."""
+    """Make a C function named `name` from a native function of int64, and return its address."""
 
     def emit(context, builder, signature, args):
         dispatcher = function.dispatcher
@@ -146,7 +148,7 @@ def c_function(typing_context, function, name):
 
 @intrinsic
 def call(typing_context, function, arguments):
-    """Call the C function at an address with a tuple of int64, and return its int64."""
+    """Call the C function at the address `function` with a tuple of int64. Return its int64."""
 
     def emit(context, builder, signature, args):
         function, values = args[0], cgutils.unpack_tuple(builder, args[1])
@@ -157,9 +159,9 @@ def call(typing_context, function, arguments):
 
 
 def c_wrapper(module: ir.Module, compiled: Any, name: str) -> ir.Function:
-    """Add a C function to a module that calls a compiled function of int64 arguments.
+    """Add a C function named `name` to an LLVM module. It calls a compiled function of int64.
 
-    It returns 0 if the compiled function returns nothing.
+    The C function returns 0 if the compiled function returns nothing.
     """
     signature = compiled.signature
     type = ir.FunctionType(I64, [I64] * len(signature.args))
@@ -243,7 +245,8 @@ class ObjectFile:
 def compile_module(module: Any, exports: Container[str], *, vectorize_loops: bool) -> bytes:
     """Optimize an LLVM module for the CPU that Numba compiles for, and return its object file.
 
-    Functions that no exported function uses are removed from the module.
+    `exports` has the names of the functions that the object file exports. Functions that no
+    exported function uses are removed from the module.
     """
     machine = target_machine()
     for function in module.functions:

@@ -35,7 +35,10 @@ def cpu_features() -> set[str]:
 
 
 def load(object_code: bytes, *names: str) -> list[int]:
-    """Load an object file for the rest of the process, and return the addresses of functions."""
+    """Load an object file for the rest of the process.
+
+    Return the addresses of the functions in it that have these `names`.
+    """
     with COMPILING:
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _create_target_machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
@@ -47,7 +50,7 @@ def load(object_code: bytes, *names: str) -> list[int]:
 
 
 def register_symbol(name: str, address: int) -> None:
-    """Let object files that are loaded later call the function at an address by this name."""
+    """Let object files that are loaded later call the function at `address` by the name `name`."""
     with COMPILING:
         llvm.add_symbol(name, address)
 

@@ -26,7 +26,7 @@ free: Any = types.ExternalFunction("free", signature(types.void, types.int64))
 
 
 def pointer(builder: Any, address: Any, type: ir.Type) -> Any:
-    """Return an address as an LLVM pointer to a type."""
+    """Convert an address to an LLVM pointer to `type`."""
     return builder.inttoptr(address, type.as_pointer())
 
 
@@ -123,7 +123,8 @@ def replace_shared(typing_context, address, expected, value):
 def shared(typing_context, name, size):
     """Return the address of `size` bytes, initially 0, that all functions of an object file share.
 
-    `name` and `size` are constants.
+    `name` identifies the memory: all calls with the same name return the same address. `name` and
+    `size` are constants.
     """
     label, count = f"veneer_{name.literal_value}", size.literal_value
 

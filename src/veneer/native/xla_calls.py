@@ -97,43 +97,49 @@ _DTYPE, _DATA, _RANK, _DIMS = map(_buffer, ("dtype", "data", "rank", "dims"))
 
 @native
 def argument_count(frame):
-    """Return the number of arguments of a call."""
+    """Return the number of arguments of a call from XLA, given the address of its call frame."""
     return load_i64(frame + _ARGUMENT_COUNT)
 
 
 @native
 def result_count(frame):
-    """Return the number of results of a call."""
+    """Return the number of results of a call from XLA, given the address of its call frame."""
     return load_i64(frame + _RESULT_COUNT)
 
 
 @native
 def has_buffers(frame, arguments, results):
-    """Return whether a call has these numbers of arguments and results."""
+    """Return whether a call from XLA has these numbers of arguments and results.
+
+    `frame` is the address of its call frame.
+    """
     return argument_count(frame) == arguments and result_count(frame) == results
 
 
 @native
 def argument_buffer(frame, index):
-    """Return the address of the buffer of an argument."""
+    """Return the address of the XLA_FFI_Buffer of argument `index` of a call."""
     return word(load_i64(frame + _ARGUMENTS), index)
 
 
 @native
 def result_buffer(frame, index):
-    """Return the address of the buffer of a result."""
+    """Return the address of the XLA_FFI_Buffer of result `index` of a call."""
     return word(load_i64(frame + _RESULTS), index)
 
 
 @native
 def data(buffer):
-    """Return the address of the first entry of a buffer."""
+    """Return the address of the first entry of the array in an XLA_FFI_Buffer."""
     return load_i64(buffer + _DATA)
 
 
 @native
 def dtype(buffer):
-    """Return the dtype of a buffer: `F32`, `F16`, `S8` and so on, or another number."""
+    """Return XLA's number of the dtype of a buffer: `F32`, `F16`, `S8` and so on of this module.
+
+    For other dtypes, it is another number.
+    """
     return load_i32(buffer + _DTYPE)
 
 
@@ -176,14 +182,21 @@ _COUNT_SIZE, _COUNT_CTX, _COUNT = _size_and_offsets(
 
 @native
 def _begin(arguments, size):
-    """Write the first members of a struct of arguments: its size, and no extension."""
+    """Write the first members of the struct of arguments of a function of XLA.
+
+    They are the size of the struct, and no extension. `arguments` is the address of the struct.
+    """
     store_i64(arguments, size)
     store_i64(arguments + 8, 0)
 
 
 @native
 def _call_xla(frame, function, arguments):
-    """Call a function of XLA. Return whether it succeeded."""
+    """Call a function of XLA. Return whether it succeeded. Errors are destroyed.
+
+    `frame` is the address of a call frame, `function` the offset of the function in XLA's table of
+    functions, and `arguments` the address of its struct of arguments.
+    """
     api = load_i64(frame + _API)
     error = call(load_i64(api + function), (arguments,))
     if error == 0:
@@ -197,7 +210,10 @@ def _call_xla(frame, function, arguments):
 
 @native
 def create_error(frame, code, message):
-    """Return an error with a constant message, which a handler returns to XLA."""
+    """Create an XLA_FFI_Error, which a handler returns to XLA, and return its address.
+
+    `code` is an error code such as INVALID_ARGUMENT, and `message` is a constant string.
+    """
     arguments = stack(_CREATE_SIZE)
     _begin(arguments, _CREATE_SIZE)
     store_i64(arguments + _MESSAGE, _c_string(message))
@@ -217,7 +233,10 @@ def pool_threads(frame):
 
 @native
 def schedule(frame, task, argument):
-    """Let a thread of XLA's pool call the C function `task(argument)`. Return whether it will."""
+    """Let a thread of XLA's pool call a C function. Return whether XLA accepted the call.
+
+    `task` is the address of the function, and `argument` is its argument.
+    """
     arguments = stack(_SCHEDULE_SIZE)
     _begin(arguments, _SCHEDULE_SIZE)
     store_i64(arguments + _SCHEDULE_CTX, load_i64(frame + _CTX))
@@ -313,7 +332,10 @@ def _help(memory):
 
 @native
 def _do_parts(memory):
-    """Take and run parts of the job in `memory` until none is left."""
+    """Take and run parts of a job until none is left.
+
+    `memory` is the address of the words in front of the job.
+    """
     count, first = word(memory, _PARTS), word(memory, _FIRST)
     part = fetch_add(memory + 8 * _NEXT, 1)
     while part < count:
@@ -345,7 +367,10 @@ def _slots():
 
 @native
 def _wait_for_job():
-    """Return the next job to help with, or 0 after `_WAIT` or if all slots are taken."""
+    """Wait for a job to help with. Return the address of the words in front of it.
+
+    Return 0 after `_WAIT` nanoseconds, or if all slots of waiting threads are taken.
+    """
     slot, end = _slots(), _slots() + _SLOTS_SIZE
     while slot < end and not replace_shared(slot, _EMPTY, _WAITING):
         slot += _SLOT_SIZE
@@ -366,7 +391,10 @@ def _wait_for_job():
 
 @native
 def _give_to_waiting_thread(memory):
-    """Give a job to a thread that waits in a slot. Return whether there was one."""
+    """Give a job to a thread that waits in a slot. Return whether there was such a thread.
+
+    `memory` is the address of the words in front of the job.
+    """
     for i in range(0, _SLOTS_SIZE, _SLOT_SIZE):
         slot = _slots() + i
         if load_shared(slot) == _WAITING and replace_shared(slot, _WAITING, memory):

@@ -28,11 +28,14 @@ kernel_p = Primitive("stored_matmul_kernel")
 
 @runtime_checkable
 class CallableKernel(Protocol):
-    """A kernel that computes products of the same activations in one call. It is hashable."""
+    """The interface of a kernel that `call` can use. Implementations are hashable.
+
+    One call of the kernel can multiply the same activations by several stored matrices.
+    """
 
     @property
     def most_products(self) -> int:
-        """The most products in one call."""
+        """The largest number of products that one call can compute."""
         ...
 
     def is_called_by(self, operation: Any) -> bool:
@@ -40,10 +43,15 @@ class CallableKernel(Protocol):
         ...
 
     def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
-        """Write a call into the program, and return its results, one of each shape.
+        """Write a call of the kernel into the program, and return its results.
 
-        The operands are the activations, then the arrays of each matrix. The avals of operands in
-        `ctx` have the right shapes, but not the right dtypes.
+        **Arguments:**
+
+        - `ctx`: JAX's lowering context. `ctx.avals_out` has the shapes and the dtype of the
+          results. `ctx.avals_in` has the shapes of the operands, but with the dtype of the results.
+          Take the dtypes of operands from `operands`.
+        - `operands`: MLIR values: the activations, then the arrays of each matrix.
+        - `shapes`: the shape of each result.
         """
         ...
 
@@ -57,7 +65,8 @@ def call(
 ) -> jax.Array:
     """Compute a product by a kernel, in a program that is lowered for one device.
 
-    An earlier call of the kernel with the same activations may compute it as well.
+    If the program already calls the kernel with the same activations, the product may become a
+    further result of that call.
 
     **Arguments:**
 
@@ -109,7 +118,10 @@ mlir.register_lowering(kernel_p, _lower, cacheable=False)
 def _emit(
     ctx: Any, kernel: CallableKernel, dtype: Any, operands: Sequence[Any], shapes: Sequence[Any]
 ) -> Sequence[Any]:
-    """Write a call at the current place of the program, with results of these shapes and dtype."""
+    """Write a call of `kernel` at the current place of the program, and return its results.
+
+    `shapes` are the shapes of the results, and `dtype` is the dtype of all of them.
+    """
     avals_in = [jax.core.ShapedArray(tuple(operand.type.shape), dtype) for operand in operands]
     avals_out = [jax.core.ShapedArray(tuple(shape), dtype) for shape in shapes]
     ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
@@ -124,11 +136,16 @@ def _join_earlier_call(
     shape: tuple[int, ...],
     lead: int,
 ) -> Any:
-    """Return the product as a result of an earlier call, or None if no call can compute it.
+    """Return the product as a result of an earlier call of `kernel`, or None if that is impossible.
 
-    If an earlier call already computes this product, return its result. Otherwise, replace a call
-    by one that has the operands of both. The first `lead` operands are activations. `emit` writes a
-    call.
+    If an earlier call already computes this product, return its result. Otherwise, replace an
+    earlier call by one that also has the operands of this product.
+
+    **Arguments:**
+
+    - `operands`: the operands of the product. The first `lead` of them are activations.
+    - `emit(operands, shapes)`: writes a call and returns its results, which have these shapes.
+    - `shape`: the shape of the product.
     """
     activations, matrix = operands[:lead], operands[lead:]
     calls = [*_earlier_calls(program, kernel, activations, len(matrix))]
@@ -159,9 +176,9 @@ def _join_earlier_call(
 def _earlier_calls(
     program: "_Program", kernel: CallableKernel, activations: Sequence[Any], count: int
 ) -> Iterator[Any]:
-    """Yield the calls of a kernel that are in the program already, with these activations.
+    """Yield the calls of `kernel` that the program already has, if they have these activations.
 
-    A call has `count` operands for each stored matrix.
+    `count` is the number of operands per stored matrix. Calls with another number are skipped.
     """
     lead = len(activations)
     for x in program.equal_values(activations[0]):
@@ -197,7 +214,10 @@ _DEPTH, _MOST_MOVED = 6, 32
 
 
 class _Program:
-    """The MLIR block that is being written, and which of its values are equal."""
+    """The MLIR block that a lowering is writing to.
+
+    Its methods compare values of the block, and find operations that can move to an earlier place.
+    """
 
     def __init__(self, ctx: Any) -> None:
         self.block = ir.InsertionPoint.current.block
@@ -205,7 +225,11 @@ class _Program:
         self._is_pure_function: dict[str, bool] = {}
 
     def equal_values(self, value: Any, depth: int = _DEPTH) -> Iterator[Any]:
-        """Yield this value, and then others that equal operations compute from equal operands."""
+        """Yield `value`, and then other values of the program that are known to be equal to it.
+
+        Two values are equal if equal operations compute them from equal operands. `depth` is the
+        longest chain of operations that is compared.
+        """
         yield value
         operation = self._pure_operation(value)
         if operation is None or depth == 0 or not len(operation.operands):
@@ -218,7 +242,10 @@ class _Program:
                     yield other.results[number]
 
     def is_same(self, one: Any, other: Any, depth: int = _DEPTH) -> bool:
-        """Return whether two values are known to be equal."""
+        """Return whether two MLIR values are known to be equal.
+
+        `depth` is the longest chain of operations that is compared.
+        """
         if one == other:
             return True
         operation = self._pure_operation(one)
@@ -243,7 +270,8 @@ class _Program:
     def operations_to_move(self, operation: Any, values: Sequence[Any]) -> list[Any] | None:
         """Return the operations that must be moved before `operation`, so that it can use `values`.
 
-        They are in order. Return None if one of them is not pure, or if they are too many.
+        They are in the order in which they must be moved. Return None if one of them is not pure,
+        or if they are too many.
         """
         moved: list[Any] = []
         can_move = all(self._can_precede(operation, value, moved) for value in values)
@@ -252,7 +280,11 @@ class _Program:
     def _can_precede(
         self, operation: Any, value: Any, moved: list[Any], depth: int = _MOST_MOVED
     ) -> bool:
-        """Return whether `operation` can use a value, after moves that are added to `moved`."""
+        """Return whether `operation` can use `value`, possibly after other operations are moved.
+
+        Append the operations that must be moved before `operation` to `moved`. `depth` is the
+        longest chain of them.
+        """
         if isinstance(value.owner, ir.Block):
             return True  # an argument of this block, or of one around it
         source = value.owner.operation

@@ -1,9 +1,9 @@
 """Describe a product with a stored matrix: its codes, its operands, its shape, and all together.
 
-The names of the kinds of codes are part of the names of kernels. Codes of 1, 2, 4 and 8 bits are
-packed in bytes one after the other. All other codes are in bit planes: eight neighbors along an
-axis take as many bytes as a code has bits. Byte p holds bit p of each of them, with the first
-neighbor in the lowest bit. So no code crosses a byte.
+The kind of codes is the name of their encoding, such as "lookup4" (`Codes.kind`). It is part of the
+names of kernels. Codes of 1, 2, 4 and 8 bits are packed in bytes one after the other. All other
+codes are in bit planes: eight neighbors along an axis take as many bytes as a code has bits. Byte p
+holds bit p of each of them, with the first neighbor in the lowest bit. So no code crosses a byte.
 """
 
 import dataclasses
@@ -44,7 +44,10 @@ PLANES_TYPE, PLANES = len(FLOATS) + len(ZERO_POINTS), 6
 
 
 def byte_of_planes(kind: str) -> str:
-    """Return the dtype of a code in bit planes after it was expanded to a byte."""
+    """Return the name of the dtype of codes in bit planes, after each is expanded to a byte.
+
+    Integers become int8. 6-bit floats keep their dtype, which is their `kind` (see `Codes.kind`).
+    """
     return kind if kind in SIX_BIT_FLOATS else "int8"
 
 
@@ -154,16 +157,21 @@ class Codes:
 
 
 def planes_size(size: int, bits: int) -> int:
-    """Return the bytes that `size` codes take. Some bits of the last bytes are unused."""
+    """Return the number of bytes that `size` codes of `bits` bits take in bit planes.
+
+    Some bits of the last bytes are unused if `size` is not a multiple of 8.
+    """
     return -(-size // 8) * bits
 
 
 def pack_bits(codes: ArrayLike, bits: int, axis: int) -> jax.Array:
-    """Pack codes along an axis, which is negative.
+    """Pack codes into bit planes along an axis.
 
     **Arguments:**
 
-    - `codes`: uint8, each less than `2**bits`.
+    - `codes`: uint8, each less than `2**bits`. They have `size` entries along the axis.
+    - `bits`: the number of bits per code.
+    - `axis`: the axis, counted from the end: -1 is the last.
 
     **Returns:** uint8 with `planes_size(size, bits)` on that axis.
 
@@ -186,7 +194,10 @@ def pack_bits(codes: ArrayLike, bits: int, axis: int) -> jax.Array:
 
 
 def unpack_bits(packed: ArrayLike, bits: int, axis: int, size: int) -> jax.Array:
-    """Return the `size` codes that `pack_bits` packed along an axis, as uint8."""
+    """Return the `size` codes that `pack_bits` packed along `axis`, as uint8.
+
+    `bits` and `axis` have the values that `pack_bits` was called with.
+    """
     packed = jnp.asarray(packed)
     at = packed.ndim + axis
     before, after = packed.shape[:at], packed.shape[at + 1 :]
@@ -202,9 +213,10 @@ def unpack_bits(packed: ArrayLike, bits: int, axis: int, size: int) -> jax.Array
 
 
 def _shifts(axis: int) -> jax.Array:
-    """Return the bit of each of eight neighbors in a byte: 0 to 7, along their axis.
+    """Return the bit positions that eight neighboring codes have in a byte of a bit plane: 0 to 7.
 
-    `axis` is the negative axis of the codes, before eight neighbors get an axis of their own.
+    The array has shape `[8, 1, ...]` and broadcasts to codes whose packed axis is split into groups
+    of eight. `axis` is the packed axis before the split, counted from the end.
     """
     return jnp.arange(8, dtype=jnp.uint8).reshape(8, *[1] * (-1 - axis))
 
@@ -230,8 +242,8 @@ class MatmulOperands(NamedTuple):
     - `minimum`: the dense value of a code whose value is 0, with the shape of `scale` and one of
       its dtypes. Or None.
     - `outer_scale`, `outer_minimum`: the scales of `scale` and of `minimum`, if these are codes:
-      `[B, R / tr, count]` with the dtypes of `scale`. Each applies to a group of neighbors. Else
-      None.
+      `[B, R / tr, count]` with the dtypes of `scale`. Each row has `count` outer scales, and each
+      outer scale applies to a group of neighboring scales. Else None.
     """
 
     x: Any
@@ -261,7 +273,10 @@ class MatmulOperands(NamedTuple):
 
 
 def unflatten(arrays: Sequence[Any], present: Sequence[bool]) -> MatmulOperands:
-    """Return operands from the arrays of the fields that are `present`. All others are None."""
+    """Build `MatmulOperands` from the arrays of some of its fields. All other fields are None.
+
+    `present` says for each field whether `arrays` has an array for it.
+    """
     rest = iter(arrays)
     return MatmulOperands(*(next(rest) if is_present else None for is_present in present))
 
@@ -272,8 +287,9 @@ class ScaleCodes:
 
     **Arguments:**
 
-    - `count`: the number of scales in a row.
-    - `dequantize`: takes codes and their scales, and returns f32; hashable.
+    - `count`: the number of scales per row of the matrix of scales.
+    - `dequantize`: takes the codes and their outer scales, and returns the scales as f32. It is
+      hashable.
     """
 
     count: int
@@ -287,10 +303,10 @@ class MatmulShape:
     **Arguments:**
 
     - `contracting`: the contracted axis of the stored matrix, "rows" or "columns".
-    - `activations`: their type: "float" (f32), "bfloat16", "float16" or "int8".
+    - `activations`: the type of the activations: "float" (f32), "bfloat16", "float16" or "int8".
     - `m`, `k`, `n`: the sizes. m may be symbolic.
-    - `tile`: the codes along k that share a scale.
-    - `batch`: the number of matrices, which may be symbolic.
+    - `tile`: the number of codes along k that share a scale.
+    - `batch`: the number of stored matrices, which may be symbolic.
     - `scale_columns`: the number of scales along n. By default, one per column.
     """
 
@@ -338,8 +354,8 @@ class MatmulProblem:
     - `columns`: the number of codes in a row, C.
     - `contracting`: the contracted axis of the stored matrix, "rows" or "columns".
     - `out_dtype`: the dtype of the result.
-    - `offset`: added to codes before zero points are subtracted. It is not 0 if `codes` has
-      centered values.
+    - `offset`: added to the values of codes before zero points are subtracted. It is not 0 if
+      `codes` has the values of unsigned codes minus half their range.
     - `reference`: computes the product by XLA, from the operands and this object. It is hashable,
       so that programs are cached.
     - `opt_in`: whether kernels that were never measured may compute the product.
@@ -416,7 +432,10 @@ class MatmulProblem:
         return dataclasses.replace(self, tiles=None), operands
 
     def flatten_batch(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
-        """Return the same product and its operands, with one axis of stored matrices before R."""
+        """Return the same product and its operands, with a single batch axis of stored matrices.
+
+        Matrices `[B1, B2, R, bytes]` become `[B, R, bytes]`.
+        """
         if self.leading == 1:
             return self, operands
         *_, rows, row_bytes = operands.packed.shape
@@ -426,7 +445,10 @@ class MatmulProblem:
     def with_transposed_matrix(
         self, operands: MatmulOperands
     ) -> tuple["MatmulProblem", MatmulOperands]:
-        """Return the product by the other axis of a matrix whose codes are already transposed.
+        """Return the same product for transposed codes: a problem and its operands.
+
+        The new problem contracts the other axis of the stored matrix. Scales, zero points and
+        minima are transposed here, but codes must already be.
 
         **Arguments:**
 

@@ -74,21 +74,22 @@ class KernelRow:
     **Arguments:**
 
     - `platform`: "cpu", "gpu" or "tpu".
-    - `name`: with the kind of codes, its name in reports, as in "rows_int8".
+    - `name`: its name without the kind of codes. In reports, the kernel "rows" for int8 codes is
+      called "rows_int8".
     - `module`: its module in `veneer.kernels`, imported on first use. A module for GPUs or TPUs has
       the functions of `select.DeviceKernel`.
     - `contracting`: the contracted axis of the matrix, "rows" or "columns".
-    - `activations`: the types in `MatmulShape` that it multiplies.
-    - `kinds`: the kinds of codes that it reads.
+    - `activations`: the types of activations that it multiplies, as in `MatmulShape.activations`.
+    - `kinds`: the kinds of codes that it reads, as in `Codes.kind`.
     - `variant`: distinguishes CPU kernels of the same name.
-    - `least_rows`, `most_rows`: the number of rows of activations. With a limit, the kernel does
-      not compute products with a symbolic number of rows.
+    - `least_rows`, `most_rows`: the limits of the number of rows of activations. If one is set, the
+      kernel does not compute products with a symbolic number of rows.
     - `fits`: a further condition on the sizes and on the bits of a code.
     - `requires_bf16`: whether only CPUs with instructions that multiply bf16 can run the kernel.
     - `adds_minima`: whether a CPU kernel adds minima, or subtracts zero points, itself. Otherwise,
       XLA adds their term to the product.
-    - `function`: the function of a module for CPUs that takes a kind of codes and returns
-      `JobFunctions`.
+    - `function`: the name of a function of a CPU module. It takes a kind of codes and returns the
+      `JobFunctions` of the kernel.
     - `opt_in`: the kernel was never measured, and runs only if the choice is "experimental".
     """
 
@@ -118,15 +119,18 @@ class KernelRow:
         return self.variant != "many"
 
     def subtracts_zero_points(self, shape: MatmulShape) -> bool:
-        """Return whether a CPU kernel subtracts zero points itself, one per tile.
+        """Return whether a CPU kernel subtracts zero points, one per tile, itself.
 
-        Zero points of short tiles are nearly as many as the codes. Only the kernel for short rows
-        reads these.
+        If tiles are short, there are nearly as many zero points as codes. Then only the kernel for
+        short rows (variant "short") subtracts them. For other kernels, XLA adds their term.
         """
         return self.adds_minima and (shape.tile >= LEAST_TILE or self.variant == "short")
 
     def target(self, kind: str) -> str:
-        """Return the name of the FFI target of a CPU kernel for a kind of codes."""
+        """Return the name of the FFI target of a CPU kernel, such as "veneer_rows_int8_few".
+
+        `kind` is the kind of codes, such as "int8".
+        """
         return f"veneer_{self.name}_{kind}_{self.variant}"
 
     def computes(self, codes: Codes, shape: MatmulShape) -> bool:
@@ -145,9 +149,10 @@ class KernelRow:
 
 
 def is_large_enough(platform: str, entries: int, batch: int) -> bool:
-    """Return whether kernels of a platform multiply a batch of matrices with `entries` codes each.
+    """Return whether a product is large enough for the kernels of a platform.
 
-    The batch may be symbolic.
+    XLA computes smaller products. The product has `batch` stored matrices with `entries` codes
+    each. `batch` may be symbolic.
     """
     if entries >= LEAST_ENTRIES[platform]:
         return True

@@ -72,13 +72,16 @@ def has_bf16() -> bool:
 
 @functools.cache
 def _products() -> dict[str, tuple[KernelRow, str]]:
-    """Map the name of each target that multiplies to its row of the table and its kind of codes."""
+    """Map the name of each FFI target that multiplies to a table row and a kind of codes."""
     rows = [row for row in TABLE if row.platform == "cpu"]
     return {row.target(kind): (row, kind) for row in rows for kind in row.kinds}
 
 
 def quantize_target(kind: str) -> str:
-    """Return the name of the target that quantizes to a format in `QUANTIZED_BITS`, as "nf4"."""
+    """Return the name of the FFI target that quantizes to a format.
+
+    `kind` is the format, a key of `QUANTIZED_BITS` such as "nf4".
+    """
     return f"veneer_quantize_{kind}"
 
 
@@ -108,7 +111,9 @@ def called_targets(executable: bytes) -> list[str]:
 
 
 def object_code(name: str) -> bytes:
-    """Compile a target such as "veneer_rows_lookup4_few", and return the bytes of its object file.
+    """Compile the kernel of an FFI target, and return the bytes of its object file.
+
+    `name` is one of `target_names()`, such as "veneer_rows_lookup4_few".
 
     **Raises:** `KeyError` if there is no such target.
     """
@@ -138,7 +143,7 @@ def product_code(
     **Arguments:**
 
     - `functions`: the `JobFunctions` of the kernel.
-    - `name`: the name of its target.
+    - `name`: the name of its FFI target.
     - `bits`: the bits per code.
     - `contracts_rows`: whether it contracts the rows of the stored matrix, not the columns.
     - `dtype`: the dtype of activations, one of `ACTIVATIONS`.
@@ -150,10 +155,14 @@ def product_code(
 def _entry_code(
     functions: dict[str, Any], name: str, handler: str, constants: Sequence[int]
 ) -> bytes:
-    """Return an object file with the functions of a kernel and the entry `name`, which XLA calls.
+    """Return an object file with the functions of a kernel and its entry, which XLA calls.
 
-    The entry calls the function `handler` of the shared object file, with the constants and the
-    addresses of the functions.
+    **Arguments:**
+
+    - `functions`: the native functions of the kernel, by their names in `JobFunctions`.
+    - `name`: the name of the entry.
+    - `handler`: the C function that the entry calls, with the constants and the addresses of the
+      functions. It is in the object file of `handlers_code`.
     """
     from ...native.functions import ObjectFile
 

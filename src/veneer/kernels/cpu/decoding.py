@@ -50,7 +50,7 @@ SIZES = {
 
 @instruction
 def load_as_floats(address, dtype):
-    """Return LANES numbers of a dtype in `SIZES`, read at `address`, as a vector of f32."""
+    """Read LANES numbers of `dtype`, a key of `SIZES`, and return them as a vector of f32."""
     name = dtype.literal_value
 
     def emit(builder, address, _):
@@ -65,7 +65,7 @@ def load_as_floats(address, dtype):
 
 @instruction
 def keep_first_lanes(vector, count):
-    """Return a vector of f32 whose lanes are 0 except the first `count`."""
+    """Return `vector`, of f32, with all lanes after the first `count` set to 0."""
 
     def emit(builder, vector, count):
         count = broadcast(builder, builder.trunc(count, I32))
@@ -91,7 +91,10 @@ def _from_f16(builder: Any, bits: Any) -> Any:
 
 
 def _from_e8m0(builder: Any, bits: Any) -> Any:
-    """Convert float8_e8m0fnu, the exponent of a power of two. 255 is NaN, and 0 is 2**-127."""
+    """Convert a vector of float8_e8m0fnu, given as bytes, to a vector of f32.
+
+    A byte is the biased exponent of a power of two. 0 is 2**-127, and 255 is NaN.
+    """
     exponent = builder.zext(bits, INTS)
     normal = builder.shl(exponent, constant(INTS, 23))
     is_zero = builder.icmp_signed("==", exponent, constant(INTS, 0))
@@ -102,7 +105,10 @@ def _from_e8m0(builder: Any, bits: Any) -> Any:
 
 
 def _from_e4m3fn(builder: Any, codes: Any) -> Any:
-    """Convert float8_e4m3fn, which has no infinity. NaN has all bits set except the sign."""
+    """Convert a vector of float8_e4m3fn, given as bytes, to a vector of f32.
+
+    The format has no infinity. A byte is NaN if all its bits except the sign are 1.
+    """
     magnitude = builder.and_(builder.zext(codes, INTS), constant(INTS, 0x7F))
     is_nan = builder.icmp_signed("==", magnitude, constant(INTS, 0x7F))
     if CONVERTS_F16:
@@ -115,7 +121,10 @@ def _from_e4m3fn(builder: Any, codes: Any) -> Any:
 
 
 def _from_e5m2(builder: Any, codes: Any) -> Any:
-    """Convert float8_e5m2 to f32. Its bits are the upper byte of an f16."""
+    """Convert a vector of float8_e5m2, given as bytes, to a vector of f32.
+
+    A byte is the upper byte of an f16 with the same value.
+    """
     if CONVERTS_F16:
         bits = builder.shl(builder.zext(codes, _HALVES), constant(_HALVES, 8))
         return _extend_f16(builder, bits)
@@ -131,10 +140,11 @@ def _from_e5m2(builder: Any, codes: Any) -> Any:
 def _from_float6(
     builder: Any, codes: Any, *, convert: Callable[..., Any], exponent_shift: int
 ) -> Any:
-    """Convert 6-bit floats by `convert`, for the 8-bit float that has the same mantissa bits.
+    """Convert a vector of 6-bit floats, given as sign-extended bytes, to a vector of f32.
 
-    The exponents have different biases, so the result is multiplied by `2**exponent_shift`. A code
-    repeats its sign in its upper 3 bits, so two of these bits are cleared.
+    `convert` is the conversion of the 8-bit float with as many mantissa bits. The exponents of the
+    two formats have different biases, so its result is multiplied by `2**exponent_shift`. The sign
+    is in the upper 3 bits of a byte, so two of these bits are cleared first.
     """
     value = convert(builder, builder.and_(codes, constant(codes.type, 0x9F)))
     return builder.fmul(value, constant(FLOATS, 2.0**exponent_shift))
@@ -157,15 +167,19 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
 
 
 def _extend_f16(builder: Any, bits: Any) -> Any:
-    """Convert f16 by an instruction of the CPU, which is exact for denormals too."""
+    """Convert a vector of f16, given as 16-bit integers, to a vector of f32.
+
+    Use an instruction of the CPU, which is exact for denormals too.
+    """
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
 
 
 def _from_finite_float(builder: Any, magnitude: Any, mantissa: int, bias: int) -> Any:
-    """Convert the magnitude bits of a finite float with this mantissa width and exponent bias.
+    """Convert a vector of finite floats of a small format to a vector of f32, without signs.
 
-    The bits of a normal number move to their place in an f32. A denormal is an integer times a
-    power of two.
+    `magnitude` has the bits of each float except the sign, as int32. `mantissa` is the number of
+    mantissa bits of the format, and `bias` its exponent bias. The bits of a normal number move to
+    their place in an f32. A denormal is an integer times a power of two.
     """
     moved = builder.shl(magnitude, constant(INTS, 23 - mantissa))
     normal = builder.add(moved, constant(INTS, (127 - bias) << 23))
@@ -176,7 +190,7 @@ def _from_finite_float(builder: Any, magnitude: Any, mantissa: int, bias: int) -
 
 
 def _copy_sign(builder: Any, codes: Any, value: Any) -> Any:
-    """Give numbers the sign that is the highest bit of each code."""
+    """Return the vector of f32 `value` with the signs of `codes`: the highest bit of each code."""
     sign = builder.and_(builder.sext(codes, INTS), constant(INTS, -(2**31)))
     return builder.bitcast(builder.or_(builder.bitcast(value, INTS), sign), FLOATS)
 
@@ -186,7 +200,7 @@ def _copy_sign(builder: Any, codes: Any, value: Any) -> Any:
 
 @instruction
 def load_table(address):
-    """Return a lookup table, the 16 f32 at `address`, as vectors."""
+    """Return the lookup table of codes (`Codes.table`), the 16 f32 at `address`, as vectors."""
     block = Block("f32", 1, 16 // LANES)
 
     def emit(builder, address):
@@ -238,10 +252,10 @@ _STEPS = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0
 def unpack_planes(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, tables: Sequence[Any]
 ) -> list[Any]:
-    """Return the codes of `units` units of bit planes at each address, as vectors of LANES int8.
+    """Unpack the bit planes of `units` units at each address to vectors of LANES int8 codes.
 
-    A unit is 8 codes of `bits` bits. The codes are in order. `tables` are the vectors of the lookup
-    table of the job. Only the bytes of the units are read.
+    A unit is 8 neighboring codes of `bits` bits, stored as `bits` bytes. The codes are in order.
+    `tables` are the vectors that `load_table` returns. Only the bytes of the units are read.
     """
     fields = _read_fields(builder, addresses, units, bits)
     count = fields.type.count
@@ -254,15 +268,20 @@ def unpack_planes(
 
 
 def _broadcast_entry(builder: Any, tables: Sequence[Any], i: int, count: int) -> Any:
-    """Return entry `i` of a job's lookup table, 0 or 1, as a vector of `count` bytes."""
+    """Return a vector of `count` int8 that all equal entry `i` of the lookup table of codes.
+
+    `tables` are the vectors that `load_table` returns. Fields in bit planes become codes by entries
+    0 and 1: `(field ^ entry 0) - entry 1`.
+    """
     number = builder.extract_element(tables[0], I32(i))
     return broadcast(builder, builder.fptosi(number, I8), count)
 
 
 def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) -> Any:
-    """Return the fields, the bits of each code, of `units` units at each address, one per byte.
+    """Unpack the bit planes of `units` units at each address to a vector with a field per byte.
 
-    They are in one vector, in order. A unit is `bits` bytes, with the bit planes of 8 codes.
+    A field is the bits of one code. Fields are in order. A unit is `bits` bytes, with the bit
+    planes of 8 codes.
     """
     type = ir.VectorType(I64, units * len(addresses))
     transpose = _transpose_by_gfni if HAS_GFNI and type.count in (2, 4, 8) else _transpose_by_steps
@@ -273,12 +292,12 @@ def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) 
 def _transpose_by_gfni(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Transpose bit planes at all addresses to codes of `bits` bits, one per byte.
+    """Transpose the bit planes of `units` units at each address to fields, one per byte.
 
-    Use one instruction. The result is a vector of `type`, with a 64-bit lane per unit of 8 codes.
-    The instruction
-    multiplies the matrix of each unit by the 8 unit vectors. It expects the rows of a matrix from
-    the last byte to the first.
+    A unit is `bits` bytes, with the bit planes of 8 codes. A field is the bits of one code. The
+    result is a vector of `type`, with a 64-bit lane per unit. One instruction multiplies the bit
+    matrix of each unit by the 8 unit vectors. It expects the rows of a matrix from the last byte to
+    the first.
     """
     parts = []
     for address in addresses:
@@ -298,10 +317,10 @@ def _transpose_by_gfni(
 
 
 def _read_bytes(builder: Any, address: Any, size: int) -> Any:
-    """Return the `size` bytes at an address as a vector, and read no others.
+    """Return a vector that begins with the `size` bytes at an address, and read no other bytes.
 
-    LLVM splits loads of odd sizes. A masked load of a larger vector is one instruction instead. The
-    vector then has zeros after the bytes.
+    LLVM would split a load of an odd size into several. Such a size is read by one masked load of a
+    larger vector, which has zeros after the bytes.
     """
     if size != 2 * LANES and size != 4 * LANES and size > 2 * LANES and size % 4 == 0:
         mask = ir.Constant(
@@ -319,10 +338,10 @@ def _read_bytes(builder: Any, address: Any, size: int) -> Any:
 def _transpose_by_steps(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Transpose bit planes at all addresses to codes of `bits` bits, one per byte.
+    """Transpose the bit planes of `units` units at each address to fields, one per byte.
 
-    Swap blocks of bits in three steps. The result is a vector of `type`, with a 64-bit lane per
-    unit of 8 codes.
+    A unit is `bits` bytes, with the bit planes of 8 codes. A field is the bits of one code. The
+    result is a vector of `type`, with a 64-bit lane per unit. Three steps swap blocks of bits.
     """
     size = units * bits
     word = ir.IntType(min(64, 8 * size))
@@ -350,9 +369,9 @@ def _transpose_by_steps(
 
 @instruction
 def store_plane_codes(to, address, units, bits, table):
-    """Write the codes of `units` units of bit planes at `address` to `to`, as int8.
+    """Unpack the bit planes of `units` units at `address`, and write the codes to `to` as int8.
 
-    A unit is 8 codes of `bits` bits. `table` is the lookup table of the job.
+    A unit is `bits` bytes, with the bit planes of 8 codes. `load_table` returns `table`.
     """
     units, bits = units.literal_value, bits.literal_value
 
@@ -366,10 +385,11 @@ def store_plane_codes(to, address, units, bits, table):
 
 @instruction
 def load_plane_fields(address, stride, rows, bits, table):
-    """Return a vector of unsigned bytes for each of `rows` rows of bit planes: `LANES / 2` units.
+    """Unpack `LANES / 2` units of each of `rows` rows of bit planes to a vector of unsigned bytes.
 
-    A unit is 8 codes of `bits` bits. A byte is a code plus `offset`, the second number of the
-    lookup table. Rows are `stride` bytes apart from `address` on.
+    A unit is `bits` bytes, with the bit planes of 8 codes. A byte of a vector is a code plus the
+    second number of `table`, which `load_table` returns. The units of the first row are at
+    `address`, and the units of each next row are `stride` bytes later.
     """
     block, bits = Block("i32", rows.literal_value, 1), bits.literal_value
 
@@ -387,10 +407,12 @@ def load_plane_fields(address, stride, rows, bits, table):
 
 
 def build_decoder(kind: str) -> tuple[Any, Any]:
-    """Return two instructions for codes of a kind: `decode_row` and `restore_order`.
+    """Return two instructions that decode codes to f32: `decode_row` and `restore_order`.
 
-    `decode_row(table, address, columns)` reads `columns` vectors of codes and returns f32. Lanes
-    may be permuted. `restore_order(block)` undoes the permutation, also for sums of such vectors.
+    `kind` names the encoding of the codes, such as "lookup4" (see `Codes.kind`). `decode_row(table,
+    address, columns)` reads `columns` vectors of codes and returns their values before scaling.
+    `load_table` returns `table`. Lanes may be permuted. `restore_order(block)` undoes the
+    permutation, also for sums of such vectors.
     """
 
     @instruction
@@ -416,9 +438,10 @@ def build_decoder(kind: str) -> tuple[Any, Any]:
 
 
 def decode_in_order(builder: Any, kind: str, table: Any, address: Any, columns: int) -> list[Any]:
-    """Return `columns` vectors of codes at an address as f32, with lanes in order.
+    """Decode `columns` vectors of codes at an address to vectors of f32, with lanes in order.
 
-    `table` has the vectors of the lookup table.
+    `kind` names the encoding of the codes, such as "lookup4" (see `Codes.kind`). `table` has the
+    vectors that `load_table` returns.
     """
     values = _decode(builder, kind, table, address, columns)
     if _has_paired_lanes(kind):

@@ -160,9 +160,10 @@ def _has_tiles(type, buffer):
 
 @native
 def _count_tiles(type, size):
-    """Return how many scales an axis of `size` entries of a dtype has.
+    """Return how many scales are stored in an axis of `size` entries.
 
-    `type` is the number of the dtype: see `scales.py`. Return -1 for incomplete bit planes.
+    `type` is the number of the dtype of the entries: see `scales.py`. If scales are codes in bit
+    planes, 8 scales take PLANES bytes. Return -1 if `size` is not a multiple of that.
     """
     if type != PLANES_TYPE:
         return size

@@ -136,7 +136,10 @@ def job_address(group, index):
 
 @native
 def _do_part(group, part):
-    """Compute part `part` of the products at `group`. The FIRST parts of each come first."""
+    """Compute part `part` of all products at `group`.
+
+    Parts are numbered over all products: the first FIRST parts of each product, then all others.
+    """
     job = job_address(group, 0)
     if part < word(group, _GROUP_FIRST):
         while part >= word(job, FIRST):

@@ -94,9 +94,10 @@ def count(job):
 
 
 def build(kind: str) -> tuple[Any, Any]:
-    """Return the functions `count` and `work` that quantize to a format in `QUANTIZED_BITS`.
+    """Return the native functions `count` and `work` of the kernel that quantizes to a format.
 
-    `JobFunctions` describes these two functions.
+    `kind` is the format, a key of `QUANTIZED_BITS` such as "nf4". `JobFunctions` describes the two
+    functions.
     """
     bits = QUANTIZED_BITS[kind]
     quantize_tile_row = _build_tile_row_quantizer(kind, bits)
@@ -142,7 +143,8 @@ def build(kind: str) -> tuple[Any, Any]:
 def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
     """Return a function `quantize(job, part)` for tiles that span rows, or are narrow.
 
-    A part is some columns of a row of tiles of the array that `job` describes.
+    `kind` is the format, a key of `QUANTIZED_BITS`, and `bits` are the bits of its codes. A part is
+    some columns of a row of tiles of the array that `job` describes.
     """
 
     @native
@@ -309,10 +311,10 @@ def broadcast_largest(magnitudes):
 def compute_scales(magnitudes, reciprocal, rounds_scale, kind):
     """Return the scale of the tile of each magnitude: the magnitude times `reciprocal`.
 
-    `reciprocal` is 1 / the largest code of the kind. As in `as_divisor` of quant/conversion, a
-    scale below `_TINY` becomes 1, and a scale above `1 / _TINY` becomes NaN. If `rounds_scale` is
-    not 0, the significand of a scale is rounded to 16 bits. Then a scale above the limit of its
-    kind in `_LARGEST_SCALES` is reduced to the limit.
+    `kind` is the format, a key of `QUANTIZED_BITS`, and `reciprocal` is 1 / its largest code. As in
+    `as_divisor` of quant/conversion, a scale below `_TINY` becomes 1, and a scale above `1 / _TINY`
+    becomes NaN. If `rounds_scale` is not 0, the significand of a scale is rounded to 16 bits. Then
+    a scale above the limit of its kind in `_LARGEST_SCALES` is reduced to the limit.
     """
     block = Block("f32", 1, magnitudes.columns)
     limit = _LARGEST_SCALES.get(kind.literal_value)
@@ -431,7 +433,10 @@ _ENCODERS = {
 
 @instruction
 def store_codes(address, codes, bits):
-    """Write the lowest `bits` bits of int32 codes: 8, or 4 with two neighboring codes per byte."""
+    """Write the lowest `bits` bits of int32 codes to `address`.
+
+    `bits` is 8, or 4 to write two neighboring codes per byte.
+    """
     store = {8: _store_bytes, 4: _store_nibbles}[bits.literal_value]
 
     def emit(builder, address, codes, _):

@@ -37,7 +37,7 @@ _MOST_EXACT = {"bfloat16": 256, "float16": 2048}
 
 
 class CompileError(RuntimeError):
-    """An error because NVRTC is missing or rejects a program."""
+    """An error because the CUDA kernel cannot be compiled, for example because NVRTC is missing."""
 
 
 class Config(NamedTuple):
@@ -45,7 +45,9 @@ class Config(NamedTuple):
 
     **Arguments:**
 
-    - `n_tiles`: the number of tiles of 16 result columns per warp. For `[K, N]`: 4 or 8.
+    - `n_tiles`: the number of tiles of 16 result columns per warp. It is 4 or 8 if weights are
+      stored
+      as `[K, N]`.
     - `m_tiles`: the number of tiles of 8 result rows per warp.
     - `k_warps`: the number of warps per block, which split K. A power of two.
     - `by_digits`: whether activations are split into three 8-bit digits, to multiply integers.
@@ -92,8 +94,9 @@ class ProductSizes(NamedTuple):
 def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
     """Return the macros that make `matmul.cu` decode codes, or None if it cannot decode them.
 
-    FORM is 0 for consecutive integers, 1 for a table of 4-bit codes, 2 for float8_e4m3fn and 3 for
-    float8_e5m2. The integer of a code is `(code ^ FLIP) - LESS`.
+    FORM is 0 if codes are consecutive integers, 1 if 4-bit codes are looked up in a table, 2 for
+    float8_e4m3fn and 3 for float8_e5m2. In form 0, the value of a code is `(code ^ FLIP) - LESS`.
+    `x_dtype` is the dtype of activations, which codes are decoded to.
     """
     if codes.dtype.startswith("float8"):
         return {"FORM": 2 if codes.dtype == "float8_e4m3fn" else 3, "FLIP": 0, "LESS": 0}
@@ -120,9 +123,10 @@ def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
 
 
 def _start(codes: Codes, x_dtype: str) -> int:
-    """Return the number that the kernel adds to integer codes to make them floats.
+    """Return the number `start` that the kernel adds to integer codes to make them floats.
 
-    It converts a code to `start + (code ^ FLIP)` by its bits, and subtracts `start + LESS`.
+    The kernel writes the bits of a code into the bits of the float `start + (code ^ FLIP)`. Then it
+    subtracts `start + LESS`. `form_of` returns the macros FLIP and LESS.
     """
     return 1024 if x_dtype == "float16" else 128 if codes.bits == 4 else -128
 
@@ -141,7 +145,7 @@ def can_multiply_digits(layout: ProductSizes) -> bool:
 
 
 def config_for(layout: ProductSizes) -> Config:
-    """Return the fastest configuration for a product.
+    """Return the block sizes with which the kernel is fastest for a product.
 
     Wide warps need fewer instructions per code. Many warps keep more bytes in flight. Therefore
     choose the widest warps with which there are about ten warps per multiprocessor. An H100 or H200
@@ -178,7 +182,7 @@ def config_for(layout: ProductSizes) -> Config:
 
 
 def column_blocks(layout: ProductSizes, config: Config) -> int:
-    """Return the number of blocks along N of all weights."""
+    """Return the number of thread blocks along N, summed over all weights."""
     return sum(-(-n // (16 * config.n_tiles)) for n in layout.ns)
 
 
@@ -234,8 +238,8 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int | str]:
 def _are_exact(layout: ProductSizes, offset: int) -> bool:
     """Return whether `x_dtype` represents `offset` plus any zero point exactly.
 
-    The zero points are those that `zero_dtype` can store, minus `zero_offset`. Without zero points,
-    only `offset` must be exact.
+    A zero point is any number that `zero_dtype` can store, minus `zero_offset`. Without zero
+    points, only `offset` must be exact.
     """
     zero_points = np.iinfo(layout.zero_dtype) if layout.zero_dtype else None
     least, most = (zero_points.min, zero_points.max) if zero_points else (0, 0)
@@ -244,9 +248,9 @@ def _are_exact(layout: ProductSizes, offset: int) -> bool:
 
 
 def _steps(layout: ProductSizes, config: Config) -> int:
-    """Return the number of groups of 16 rows of `[K, N]` per stage, or 1 for `[N, K]`.
+    """Return the number of groups of 16 rows of a weight `[K, N]` per stage, or 1 for `[N, K]`.
 
-    A stage has at least 1 KiB.
+    A stage is a slot of a warp's ring buffer in shared memory. It has at least 1 KiB.
     """
     if not layout.is_rows:
         return 1
@@ -254,7 +258,10 @@ def _steps(layout: ProductSizes, config: Config) -> int:
 
 
 def _stages(layout: ProductSizes, config: Config) -> int:
-    """Return how many stages of each warp's ring buffer fit into shared memory, or 0."""
+    """Return how many stages fit into shared memory, or 0 if the kernel does not fit.
+
+    A stage is a slot of the ring buffer that each warp loads codes into.
+    """
     warps = config.k_warps
     columns = 16 * config.n_tiles
     stage = columns * 64
@@ -292,7 +299,7 @@ def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
 def name_of(layout: ProductSizes, config: Config) -> str:
     """Return the name of a kernel, as profiles show it.
 
-    It ends with a hash of the macros, because XLA may take kernels of the same name for the same.
+    It ends with a hash of the macros, because XLA may confuse different kernels of the same name.
     """
     side = "rows" if layout.is_rows else "columns"
     sizes = f"{layout.m}x{'_'.join(map(str, layout.ns))}x{layout.k}"
@@ -353,7 +360,7 @@ def load_nvrtc() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str]:
-    """Return the paths and names to load NVRTC by, in the order of preference."""
+    """Yield paths and names of the NVRTC library to try to load, in the order of preference."""
     package = importlib.util.find_spec("nvidia")
     for folder in package.submodule_search_locations or () if package else ():
         for place in ("cu*/lib", "cuda_nvrtc/lib"):

@@ -117,7 +117,10 @@ def fits(sizes: Sizes, config: HopperConfig) -> bool:
 
 
 def _shared_memory(bits: int, is_tiled: bool, config: HopperConfig) -> int:
-    """Return the bytes of shared memory that a block needs."""
+    """Return the bytes of shared memory that a block of threads needs.
+
+    `bits` are the bits per code. `is_tiled` is whether codes along K have several scales.
+    """
     c = config
     per_stage = c.tile_m * c.tile_k * 2 + c.block_n * c.tile_k * bits // 8
     scales = c.block_n * 4 * (c.stages if is_tiled else 1)
@@ -149,7 +152,7 @@ def _kind_of(codes: Codes) -> str | None:
 
 @functools.cache
 def is_hopper() -> bool:
-    """Return whether all GPUs of this process have compute capability 9.0."""
+    """Return whether this process has GPUs, and all have compute capability 9.0 (Hopper)."""
     return matmul.compute_capabilities() == {"9.0"}
 
 
@@ -164,12 +167,12 @@ def is_available() -> bool:
 
 
 def has_device() -> bool:
-    """Return whether all GPUs of this process are Hopper GPUs."""
+    """Return whether this process has GPUs, and all of them are Hopper GPUs."""
     return is_hopper()
 
 
 def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
-    """Lower the kernel for one product, to check that this is possible.
+    """Lower the kernel for one product, to check that this is possible. Nothing is returned.
 
     **Raises:** any error of Pallas.
     """

@@ -38,7 +38,11 @@ def _transforms(columns: int, bits: int) -> tuple[Any, Any]:
 
 
 def _load_codes(ref: Any, kind: str, is_rows: bool) -> jax.Array:
-    """Load codes as `[n, k]`, in a register layout that needs few instructions."""
+    """Load codes from shared memory as `[n, k]`, in a register layout that needs few instructions.
+
+    `kind` is the dtype of the codes, such as "int4". They are stored as `[k, n]` if `is_rows`,
+    otherwise as `[n, k]`.
+    """
     if is_rows:
         return _load(ref.transpose((1, 0)), layout=Layout.WGMMA_TRANSPOSED, optimized=False)
     is_int4 = kind == "int4"
@@ -46,7 +50,10 @@ def _load_codes(ref: Any, kind: str, is_rows: bool) -> jax.Array:
 
 
 def _convert(codes: jax.Array, kind: str, is_rows: bool) -> jax.Array:
-    """Convert codes to bf16, in the layout of operand A of `wgmma`."""
+    """Convert the codes that `_load_codes` returned to bf16, in the layout of operand A of `wgmma`.
+
+    `kind` and `is_rows` are the same arguments as for `_load_codes`.
+    """
     if not is_rows:
         codes = plgpu.layout_cast(codes, Layout.WGMMA)
     if kind == "float8_e4m3fn":
@@ -55,7 +62,7 @@ def _convert(codes: jax.Array, kind: str, is_rows: bool) -> jax.Array:
 
 
 class _HopperKernel(NamedTuple):
-    """The arguments of `kernel_for`, and the options that follow from them."""
+    """The arguments of `kernel_for`, and properties that are computed from them."""
 
     sizes: "Sizes"
     kind: str
@@ -70,7 +77,7 @@ class _HopperKernel(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The number of tiles along M, and of clusters of tiles along N."""
+        """The number of tiles of the result along M, and of clusters of tiles along N."""
         c = self.config
         return self.sizes.m // c.tile_m, self.sizes.n // (c.block_n * c.cluster)
 
@@ -81,8 +88,9 @@ def kernel_for(
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """Return the kernel for a product, as a function of `x`, codes and scales.
 
-    `x` is bf16 `[m, k]`, where `m` is a multiple of `config.tile_m`. The codes are `[k, n]` if
-    `is_rows`, otherwise `[n, k]`. The scales are f32 `[k / tile, n]`. The result is `[m, n]`.
+    `kind` is the dtype of the codes: "int4", "int8" or "float8_e4m3fn". `x` is bf16 `[m, k]`, where
+    `m` is a multiple of `config.tile_m`. The codes are `[k, n]` if `is_rows`, otherwise `[n, k]`.
+    The scales are f32 `[k / tile, n]`. The result is `[m, n]`.
     """
     kernel = _HopperKernel(sizes, kind, is_rows, out_dtype, config)
     m_tiles, n_tiles = kernel.grid
@@ -170,7 +178,8 @@ def _compute_tiles(
 def _pipeline(kernel: _HopperKernel, step: Callable[..., Any], compute: Callable[..., None]) -> Any:
     """Return a pipeline along K. One warpgroup loads blocks, and the others run `step` on them.
 
-    The others call `compute(evaluate)`, which calls `evaluate` with the accumulator for all steps.
+    The other warpgroups call `compute(evaluate)`. It calls `evaluate(accumulator)`, which runs all
+    steps and adds their products to the accumulator.
     """
     return plgpu.emit_pipeline_warp_specialized(
         step,
@@ -185,7 +194,10 @@ def _pipeline(kernel: _HopperKernel, step: Callable[..., Any], compute: Callable
 
 
 def _block_specs(kernel: _HopperKernel) -> list[Any]:
-    """Return the specs of the blocks of a step: x, codes and, if there are tiles, scales."""
+    """Return the Pallas block specs of a pipeline step.
+
+    There is one for x, one for codes and, if codes along K have several scales, one for scales.
+    """
     c, bits, tile = kernel.config, kernel.sizes.bits, kernel.sizes.tile
     block_spec = functools.partial(plgpu.BlockSpec, delay_release=int(c.overlap))
     shared: dict[str, Any] = {"collective_axes": ("cluster",)} if c.cluster > 1 else {}

@@ -62,7 +62,8 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
 def product(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
     """Multiply activations by a packed weight, in a program that is lowered for one device.
 
-    Products of the same x with weights that differ only in N are computed by one launch.
+    One launch computes several products of the same x, if their weights have the same encoding,
+    dtypes, layout and sizes. Only N, the number of result columns, may differ.
 
     **Arguments:**
 
@@ -100,22 +101,25 @@ def separate_product(
 
 
 class Kernel(NamedTuple):
-    """A kernel for products with weights that differ only in N, for `kernels/common/calls.py`.
+    """The kernel for few rows, in the form that `kernels/common/calls.py` needs.
+
+    One launch multiplies the same activations by several weights. The weights have the same
+    encoding, dtypes, layout and sizes. Only N, the number of result columns, may differ.
 
     **Arguments:**
 
-    - `layout`: the sizes of one of the products.
+    - `layout`: the sizes, dtypes and layout of one of the products.
     """
 
     layout: ProductSizes
 
     @property
     def most_products(self) -> int:
-        """The most products in one launch."""
+        """The largest number of products that one launch can compute."""
         return MOST_PRODUCTS
 
     def is_called_by(self, operation: Any) -> bool:
-        """Return whether an MLIR operation calls this kernel, with weights of any N."""
+        """Return whether an MLIR custom call launches this kernel. N of its weights may differ."""
         if calls.attribute(operation, "call_target_name") != _TARGET:
             return False
         layout = self._with_sizes([out.type.shape for out in operation.results])
@@ -123,7 +127,15 @@ class Kernel(NamedTuple):
         return calls.attribute(operation, "backend_config").startswith(start)
 
     def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
-        """Write a launch into the program that is lowered."""
+        """Write a launch of the kernel into the program, and return its results.
+
+        **Arguments:**
+
+        - `ctx`: JAX's lowering context. `ctx.avals_out` has the shapes and the dtype of the
+          results.
+        - `operands`: MLIR values: the activations, then the stored arrays of each weight.
+        - `shapes`: the shape of each result, `[B, M, N]`.
+        """
         layout = self._with_sizes(shapes)
         config = _call_config(layout, config_for(layout), shapes[0][0])
         emit = jax.ffi.ffi_lowering(_TARGET, backend_config=config, api_version=2)
@@ -134,7 +146,10 @@ class Kernel(NamedTuple):
 
 
 def _stored_arrays(operands: MatmulOperands, layout: ProductSizes) -> list[jax.Array]:
-    """Return codes, scales and, if the kernel subtracts them, zero points, as it reads them."""
+    """Return the codes and scales that the kernel reads, and the zero points if it subtracts them.
+
+    Codes, and scales of dtype float8_e8m0fnu, are reinterpreted as uint8.
+    """
     packed, scale = operands.packed, operands.scale
     if packed.dtype != jnp.uint8:
         packed = lax.bitcast_convert_type(packed, jnp.uint8)
@@ -215,9 +230,10 @@ def has_device() -> bool:
 
 @functools.cache
 def compute_capability() -> int | None:
-    """Return the lowest compute capability of this process's GPUs: 90 for 9.0 and all newer ones.
+    """Return the lowest compute capability of this process's GPUs, as an integer: 80 means 8.0.
 
-    Return None if there is no NVIDIA GPU.
+    Return 90 for all capabilities above 9.0. Return None if a GPU is not from NVIDIA, or if there
+    is no GPU.
     """
     capabilities = []
     for text in compute_capabilities():

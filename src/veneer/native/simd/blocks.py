@@ -54,9 +54,10 @@ Emit = Callable[..., Any]
 
 
 def instruction(define: Callable[..., tuple[types.Type, Emit]]) -> Any:
-    """Decorate a function of argument types to make an instruction, which is a Numba intrinsic.
+    """Decorate a function to make an instruction, which is a Numba intrinsic.
 
-    The function returns the type of the result and an emitter. The emitter takes an LLVM IR builder
+    The function takes the types of the arguments of the instruction. It returns the type of its
+    result and an emitter. The emitter takes an LLVM IR builder
     and the values of the arguments, and returns the value of the result, or None for `types.void`.
     """
 
@@ -129,7 +130,7 @@ def load_broadcast(builder: Any, address: Any, type: ir.Type = F32) -> Any:
 
 
 def constant(type: ir.VectorType, value: int | float) -> Any:
-    """Return a vector whose lanes all hold a constant."""
+    """Return a vector of type `type` whose lanes all hold the constant `value`."""
     return ir.Constant(type, [value] * type.count)
 
 
@@ -139,7 +140,7 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def call_llvm(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
-    """Call an LLVM intrinsic."""
+    """Emit a call of the LLVM intrinsic `name`, and return its value, of type `result`."""
     type = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, type, name), args)
 

@@ -34,7 +34,7 @@ from .blocks import (
 
 @instruction
 def zeros(rows, columns):
-    """Return a block of zeros."""
+    """Return a block of `rows` times `columns` vectors of f32 zeros."""
     block = Block("f32", rows.literal_value, columns.literal_value)
     return block, lambda builder, *_: ir.Constant(block.llvm, [constant(FLOATS, 0.0)] * block.count)
 

@@ -111,7 +111,7 @@ def _load_masked(builder: Any, address: Any, vector: ir.Type, mask: Any, alignme
 
 @instruction
 def zero_ints():
-    """Return one vector of zeros."""
+    """Return one vector of int32 zeros."""
     return Block("i32", 1, 1), lambda builder: make_block(builder, [constant(INTS, 0)])
 
 
@@ -234,7 +234,7 @@ def _dot_on_arm(builder: Any, total: Any, x: Any, w: Any) -> Any:
 
 @instruction
 def add_byte_sums(total, address, bytes):
-    """Return one vector: `total` plus, per lane, the sum of four int8 at an address.
+    """Return one vector: `total` plus, in each lane, the sum of four consecutive int8 at `address`.
 
     Only `bytes` bytes, a constant, are read.
     """
@@ -268,7 +268,7 @@ def add_blocks(a, b):
 
 @instruction
 def multiply_ints(block, number):
-    """Return a block times an int32."""
+    """Return a block of int32 times the int32 `number`."""
 
     def emit(builder, values, number):
         factor = broadcast(builder, number)
@@ -290,7 +290,10 @@ def sum_lanes(vector):
 
 @instruction
 def add_scaled_ints(sums, total, of_rows, of_columns):
-    """Return `sums[r][c] + f32(total[r][c]) * of_rows[r] * of_columns[c]`."""
+    """Return `sums[r][c] + f32(total[r][c]) * of_rows[r] * of_columns[c]`.
+
+    `total` is a block of int32. The others are blocks of f32, with scales of rows and of columns.
+    """
 
     def emit(builder, values, totals, of_rows, of_columns):
         values, of_rows, of_columns = (

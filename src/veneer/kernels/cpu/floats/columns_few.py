@@ -92,9 +92,10 @@ _SUMS_BYTES = _VECTOR * max(
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the native functions of the kernel for a few rows of x, and a kind of codes.
+    """Return the native functions of the kernel for a few rows of x, for one kind of codes.
 
-    `kind` is for example "lookup4". A single row of x is padded to two rows.
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`). A single row
+    of x is padded to two rows.
     """
     prepare, x_address, x_sums_address, fold = build_panel_x(kind)
     add_products = _build_range_product(kind)
@@ -105,8 +106,8 @@ def build(kind: str) -> JobFunctions:
     def multiply_block(job, rows, batch, first, last, m, strategy):
         """Multiply `rows` rows of x, from row `m`, by rows `first` to `last` of matrix `batch`.
 
-        Scales are applied by a strategy of `panels.py`. The results are written to the result of
-        the job.
+        `strategy` is how scales are applied, such as ONE_PER_PANEL (see `panels.py`). The products
+        are written to the result of the job.
         """
         sums, folded, unit_scale = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
         store_f32(unit_scale, 1)
@@ -140,7 +141,10 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_range_product(kind: str) -> Any:
-    """Return a function that multiplies rows of x by rows of W, in a range of panels of columns."""
+    """Return a function that multiplies rows of x by rows of W, in a range of their columns.
+
+    The range consists of panels, which are a few vectors of neighboring columns: see `panels.py`.
+    """
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     TAIL, FINE = W_BYTES * max(_GROUP.values()), fine_strategy(kind)
     X_PANEL, ROW_SCALE_BYTES = 4 * PANEL, _SCALE_BYTES
@@ -231,10 +235,10 @@ def _build_range_product(kind: str) -> Any:
 def _build_group_product(kind: str, rows: int, strategy: int) -> Any:
     """Return a function that multiplies `rows` rows of x by a group of `_GROUP[rows]` rows of W.
 
-    It adds the products of panels `begin` to `end` of columns to the vectors at `sums`, one for
-    each pair of rows. `x` and `w` are the addresses of panel `begin`. Rows of W are `next_row`
-    bytes apart, and their scales, from `scale` on, `next_scale` bytes. `layout` and `lane_tiles`
-    are arguments of `load_panel_scales`.
+    It adds the products of panels `begin` to `end` of the columns to the vectors at `sums`, one for
+    each pair of a row of x and a row of W. `x` and `w` are the addresses of panel `begin`. Rows of
+    W are `next_row` bytes apart, and their scales, from `scale` on, `next_scale` bytes. `layout`
+    and `lane_tiles` are arguments of `load_panel_scales`.
     """
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
     GROUP = _GROUP[rows]
@@ -312,8 +316,8 @@ def _add_minima(job, rows, sums, x_sums, first, last, tile_row):
 def _write_results(job, rows, sums, batch, first, last, m):
     """Add up the lanes of each vector at `sums`, and write the totals to the result of the job.
 
-    The vectors belong to pairs of one of `rows` rows of x, from row `m` on, and one of the rows
-    `first` to `last` of W, which are in groups. Some of the rows of x may not exist.
+    Each vector belongs to a row of x and a row of W: one of `rows` rows of x from row `m` on, and
+    one of rows `first` to `last` of W, group by group. Rows that only pad x are not written.
     """
     existing, group = min(rows, word(job, M) - m), _count_group_rows(rows)
     while first < last:
@@ -337,9 +341,9 @@ _ROWS, _RESULT_BYTES = 4, 16
 
 
 def build_one_row(kind: str) -> JobFunctions:
-    """Return the native functions of the kernel for one row of x, and a kind of codes.
+    """Return the native functions of the kernel for one row of x, for one kind of codes.
 
-    `kind` is for example "lookup4".
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
     """
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     X_PANEL, FINE = 4 * PANEL, fine_strategy(kind)

@@ -89,9 +89,10 @@ def count(job):
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the native functions of this kernel for a kind of codes, such as "lookup4".
+    """Return the native functions of this kernel for one kind of codes.
 
-    `activations` is the dtype of x: "float32" or "bfloat16". x must have at least ROWS rows.
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`). `activations`
+    is the dtype of x: "float32" or "bfloat16". x must have at least ROWS rows.
     """
     add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]
     decode = _build_decoder(kind)
@@ -137,7 +138,10 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the native functions of this kernel for bf16 activations and a kind of codes."""
+    """Return the native functions of this kernel for bf16 activations.
+
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
+    """
     return build(kind, "bfloat16")
 
 
@@ -165,7 +169,10 @@ def _write_group(y, next_y, total, columns):
 
 
 def _build_decoder(kind: str) -> Any:
-    """Return a function that writes dense values of W transposed, so that lanes are rows of W."""
+    """Return a function that decodes part of W and writes its dense values transposed.
+
+    A written vector has one column of LANES rows of W.
+    """
     decode_square, SQUARE, SQUARE_BYTES, READ_BYTES = _build_square_decoder(kind)
     UNIT = _PLANE_COLUMNS if kind in PLANE_BITS else 32 // LOOKUP_BITS.get(kind, 32)
     SCALE_BYTES, COPY_BYTES = _DEPTH * _VECTOR, LANES * READ_BYTES
@@ -219,9 +226,9 @@ def _build_decoder(kind: str) -> Any:
 def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
     """Write the scales or minima of LANES rows of W to `to`, transposed: lanes are rows of W.
 
-    There is one vector per `unit` of the `depth` columns from column `k` on. `leaf` is SCALE or
-    MINIMUM. `row` is the first row, counted over all matrices. If only `rows` < LANES rows exist,
-    the values of the last row fill the other lanes.
+    One vector is written per `unit` columns, for the `depth` columns from column `k` on. `leaf` is
+    SCALE or MINIMUM. `row` is the first row, counted over all matrices. If only `rows` < LANES rows
+    exist, the values of the last row fill the other lanes.
     """
     numbers, tile = stack(_ALL_SCALE_BYTES), word(job, TC)
     first, last = k // tile, (k + depth - 1) // tile
@@ -237,12 +244,13 @@ def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
 
 
 def _build_square_decoder(kind: str) -> tuple[Any, int, int, int]:
-    """Return a function that writes dense values of LANES rows of W transposed, and three sizes.
+    """Return a function that decodes a few columns of LANES rows of W, and three sizes.
 
-    The arguments of the function are the address of the result, the address and the row stride of
-    the codes, the lookup table, the address of the scales, the bytes from a scale to its minimum,
-    and `unit`, the columns that share a vector of scales. The sizes are the columns that the
-    function decodes, the bytes of their codes in a row, and the bytes that are read per row.
+    The function writes the dense values transposed. Its arguments are the address of the result,
+    the address and the row stride of the codes, the lookup table, the address of the scales, the
+    bytes from a scale to its minimum, and `unit`, the columns that share a vector of scales. The
+    sizes are the columns that the function decodes, the bytes of their codes in a row, and the
+    bytes that are read per row.
     """
     if BITS[kind] == 8:
 

@@ -74,7 +74,7 @@ _ONE = np.float32(1)
 
 @native
 def _count_groups(job):
-    """Return the number of groups of matrices, and the groups that one part of the work has.
+    """Return the number of groups of matrices, and the number of groups per part of the work.
 
     A group is the matrices whose rows alternate in memory, or one matrix.
     """
@@ -91,7 +91,10 @@ def count(job):
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
+    """Return the native functions of this kernel for one kind of codes.
+
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
+    """
     multiply_1, multiply_2, multiply_4 = (_build_product(kind, rows) for rows in (1, 2, 4))
 
     @native
@@ -249,8 +252,8 @@ def _dot(a, b, count):
 def _add_minima(job, x, y, rows, minima, next_minimum, first):
     """Add products of minima with sums of x over tiles to the results at `y`.
 
-    Do so for `rows` rows of x and LANES rows of W, without the first `first` rows of W. The minima
-    of neighboring rows of W are `next_minimum` bytes apart.
+    The results are for `rows` rows of x and LANES rows of W. The first `first` of these rows of W
+    are skipped. The minima of neighboring rows of W are `next_minimum` bytes apart.
     """
     tile, tiles, tile_sums = word(job, TC), word(job, C) // word(job, TC), stack(_TILE_BYTES)
     for _ in range(rows):

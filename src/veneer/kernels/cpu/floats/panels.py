@@ -96,7 +96,7 @@ PREFETCH_BYTES = 8192
 def fine_strategy(kind: str) -> int:
     """Return the strategy for tiles that are smaller than a panel: PER_LANE or PER_VECTOR.
 
-    `kind` is a kind of codes, such as "lookup4".
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
     """
     return PER_LANE if kind in LOOKUP_BITS else PER_VECTOR
 
@@ -106,11 +106,11 @@ def build_functions(kind: str, prepare: Any, multiply: Any) -> JobFunctions:
 
     **Arguments:**
 
-    - `kind`: the kind of codes, such as "lookup4".
+    - `kind`: the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
     - `prepare(job)`: allocates memory that all parts share.
     - `multiply(job, batch, first, last, strategy)`: multiplies x by the rows of matrix `batch` from
-      `first` to `last`, and applies scales by a strategy. These rows all share the same scales, or
-      each of them has its own.
+      `first` to `last`, and applies scales by `strategy`, such as PER_LANE. These rows all share
+      the same scales, or each of them has its own.
     """
     PANEL, FINE = COLUMNS[kind], fine_strategy(kind)
     UNIT = VECTORS[kind] if FINE == PER_LANE else LANES  # columns of a lane, or of a vector
@@ -162,8 +162,10 @@ def load_block(address, rows, columns):
 def multiply_panels(sums, x, stride, table, scales, w, row_bytes, kind, strategy):
     """Return `sums[r][c] + x[r] * W[c] * scales[c]`, lane by lane, for a panel of each row of W.
 
-    `sums` has a vector for each row r of x and each row c of W. Rows are `stride` bytes apart in x,
-    and `row_bytes` in W. `scales` are the vectors that `load_panel_scales` returns.
+    `sums` has a vector for each row r of x and each row c of W. `x` and `w` are the addresses of
+    the panel in the first row. Rows are `stride` bytes apart in x, and `row_bytes` in W. `kind` and
+    `strategy` are constants: the encoding of codes and how scales are applied. `scales` are the
+    vectors that `load_panel_scales` returns, and `table` has the lookup table of codes.
     """
     kind, strategy = kind.literal_value, strategy.literal_value
 
@@ -330,7 +332,7 @@ MOST = 8 if REGISTERS == 32 else 4
 class PanelX(NamedTuple):
     """The native functions that store and find x in the order of panels, for one kind of codes.
 
-    - `prepare(job)`: allocates SCRATCH and writes x in panel order.
+    - `prepare(job)`: allocates memory, writes x to it in panel order, and sets SCRATCH.
     - `block_address(job, batch, m)`: returns the address of the block that begins with row m of x.
     - `sums_address(job, batch, m)`: returns the address of the sums of row m of x over tiles.
     - `fold(job, to, x, rows, tile_row, first, last)`: writes the panels from `first` to `last` of a
@@ -345,9 +347,10 @@ class PanelX(NamedTuple):
 
 @functools.cache
 def build_panel_x(kind: str) -> PanelX:
-    """Return the functions that store and find x in the panel order of codes of a kind.
+    """Return the functions that store and find x in the order of panels, for one kind of codes.
 
-    A block of 2 rows is stored as: panel 0 of row 0, panel 0 of row 1, panel 1 of row 0, ...
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`). A block of x
+    with 2 rows is stored as: panel 0 of row 0, panel 0 of row 1, panel 1 of row 0, ...
     """
     COUNT, PANEL, BYTES = VECTORS[kind], COLUMNS[kind], 4 * COLUMNS[kind]
     SCALE_BYTES = BYTES + 4 * LANES
@@ -378,7 +381,10 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def prepare(job):
-        """Allocate SCRATCH, and write x in panel order, and its sums over tiles if W has minima."""
+        """Allocate memory at SCRATCH, and write x in panel order to it.
+
+        If W has minima, also write the sums of x over tiles.
+        """
         rows, columns = word(job, M), word(job, C)
         panels, padded = (columns + PANEL - 1) // PANEL, _count_padded_rows(rows)
         size = BYTES * panels + (tile_sums_bytes(job) if has_minima(job) else 0)

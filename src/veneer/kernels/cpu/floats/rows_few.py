@@ -133,7 +133,10 @@ def _count_products(job):
 
 @native
 def prepare(job):
-    """Allocate memory for the results that are summed up at the end."""
+    """Allocate SCRATCH for the results of all ranges of rows of W except the first.
+
+    The last parts add SCRATCH to the result. With one range, nothing is allocated.
+    """
     # SCRATCH has the results of all ranges of rows of W except the first. The parts that multiply
     # must be complete before the parts that add up the results.
     later_ranges = _count_ranges(job) - 1
@@ -158,7 +161,7 @@ def count(job):
 def start_part(job, part):
     """Fill the result of part `part` with zeros, and return which rows and columns the part has.
 
-    The part is one that multiplies.
+    It must be a part that multiplies, not one that sums up results.
 
     **Returns:** the first matrix, the number of matrices, the first row of W and the row after the
     last, the first column and the column after the last, and the address of the result.
@@ -209,7 +212,10 @@ def build_functions(multiply: Any) -> JobFunctions:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
+    """Return the native functions of this kernel for one kind of codes.
+
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
+    """
     bits = BITS[kind]
     add_product = build_block_functions(kind).add_product
     panel_row = PANEL * bits // 8
@@ -319,7 +325,7 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_panel_copy(row_bytes: int) -> Any:
-    """Return a function that copies rows of `row_bytes` bytes to contiguous memory."""
+    """Return a function that copies a panel, rows of `row_bytes` bytes, to contiguous memory."""
     vectors, words = row_bytes // (4 * LANES), row_bytes % (4 * LANES) // 8
     vector_bytes = 4 * LANES * vectors
 

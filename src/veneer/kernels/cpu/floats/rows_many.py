@@ -129,8 +129,8 @@ class BlockFunctions(NamedTuple):
 def expand_tile_row(job, leaf, batch, tile, column, columns, to):
     """Write the f32 scale or minimum of each of `columns` columns of W, from `column` on, to `to`.
 
-    Read the values from row `tile` of tiles of matrix `batch`. `leaf` is SCALE or MINIMUM. The
-    memory must have space for full vectors. Return whether all values are finite.
+    Read the values from row `tile` of tiles of matrix `batch`. `leaf` is SCALE or MINIMUM. `to`
+    must have space for full vectors. Return whether all values are finite.
     """
     prevent_inlining()
     numbers, tc = stack(_CHUNK_BYTES), word(job, TC)
@@ -169,7 +169,10 @@ def _is_all_finite(address, count):
 
 @native
 def copy_rows(w, stride, rows, size, to, to_stride):
-    """Copy `size` bytes of each of `rows` rows, which are `stride` and `to_stride` bytes apart."""
+    """Copy `size` bytes of each of `rows` rows from `w` to `to`.
+
+    Rows are `stride` bytes apart at `w`, and `to_stride` bytes at `to`.
+    """
     prevent_inlining()
     for row in range(rows):
         for byte in range(size):
@@ -264,23 +267,28 @@ def _build_block_product(add_outer: Any) -> Any:
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the native functions of this kernel for a kind of codes, such as "lookup4".
+    """Return the native functions of this kernel for one kind of codes.
 
-    `activations` is the dtype of x: "float32" or "bfloat16".
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`). `activations`
+    is the dtype of x: "float32" or "bfloat16".
     """
     functions = build_block_functions(kind, activations)
     return JobFunctions(do_nothing, functions.count, functions.work, do_nothing)
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the native functions of this kernel for bf16 activations and a kind of codes."""
+    """Return the native functions of this kernel for bf16 activations.
+
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
+    """
     return build(kind, "bfloat16")
 
 
 def build_block_functions(kind: str, activations: str = "float32") -> BlockFunctions:
-    """Return the functions that multiply x by decoded blocks of W, for codes such as "lookup4".
+    """Return the functions that multiply x by decoded blocks of W, for one kind of codes.
 
-    `activations` is the dtype of x: "float32" or "bfloat16".
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`). `activations`
+    is the dtype of x: "float32" or "bfloat16".
     """
     add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]
     multiply = _build_block_product(add_outer)

@@ -39,7 +39,10 @@ _ONE = np.float32(1)
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
+    """Return the native functions of this kernel for one kind of codes.
+
+    `kind` names the encoding of the codes of W, such as "lookup4" (see `Codes.kind`).
+    """
     bits = BITS[kind]
     scaled_1, scaled_2, scaled_4, scaled_8 = (
         _build_product(kind, rows, adds_minima=False) for rows in (1, 2, 4, 8)

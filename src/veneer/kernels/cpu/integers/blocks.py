@@ -59,9 +59,10 @@ _sum_activations = build_sum(16)
 
 
 def _build_minimum_adder(rows: int) -> Any:
-    """Return a function that adds products of minima with sums of activations to f32 sums.
+    """Return a function that adds products of minima with sums of activations over tiles.
 
-    It adds to `rows` rows of a panel, for the minima of `tiles` tiles along K.
+    It adds them to the f32 sums of `rows` rows of activations in a panel, for `tiles` tiles along
+    K.
     """
 
     @native
@@ -79,19 +80,26 @@ _add_minima_4, _add_minima_1 = map(_build_minimum_adder, (4, 1))
 
 
 def build_rows(kind: str) -> JobFunctions:
-    """Return the kernel that contracts the rows of the matrix, for codes such as "lookup4"."""
+    """Return the native functions of the kernel that contracts the rows of the matrix.
+
+    `kind` names the encoding of the codes of the matrix, such as "lookup4" (see `Codes.kind`).
+    """
     return _build_functions(build_rows_orientation(kind), code_offset(kind))
 
 
 def build_columns(kind: str) -> JobFunctions:
-    """Return the kernel that contracts the columns of the matrix, for codes such as "lookup4"."""
+    """Return the native functions of the kernel that contracts the columns of the matrix.
+
+    `kind` names the encoding of the codes of the matrix, such as "lookup4" (see `Codes.kind`).
+    """
     return _build_functions(build_columns_orientation(kind), code_offset(kind))
 
 
 def _build_functions(side: Orientation, offset: int) -> JobFunctions:
-    """Return the native functions of the kernel for one contracted side of the matrix.
+    """Return the native functions of the kernel that contracts the rows or columns of the matrix.
 
-    `offset` is the number that `side.decode` adds to codes.
+    `side` has the functions that depend on which of them are contracted. `offset` is the number
+    that `side.decode` adds to codes.
     """
     panels, decode_step, sizes, span = side.panels, side.decode_step, side.sizes, side.span
     reorder, fetch, decode, ahead = side.reorder, side.fetch, side.decode, side.ahead

@@ -240,7 +240,10 @@ def _scale_by_x(job, batch, scales, count):
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
+    """Return the native functions of this kernel for one kind of codes.
+
+    `kind` names the encoding of the codes of the matrix, such as "lookup4" (see `Codes.kind`).
+    """
     fields, offset = _fields_of(kind), code_offset(kind)
     group = WIDTH * fields  # the codes of a vector of bytes
     LANE = 4 * fields  # the codes of a 32-bit lane

@@ -53,14 +53,18 @@ _ROWS, _COLUMNS = (6, 4) if HAS_VNNI else (4, 4) if REGISTERS == 32 else (2, 2)
 
 
 def code_offset(kind: str) -> int:
-    """Return the number that is added to codes of a kind to make them unsigned bytes."""
+    """Return the number that is added to codes to make them unsigned bytes.
+
+    `kind` names the encoding of the codes, such as "lookup4" (see `Codes.kind`).
+    """
     return 0 if kind == "uint8" else OFFSET
 
 
 def build_reader(kind: str) -> Any:
     """Return a function `read(table, block, shift)` that decodes a vector of stored bytes.
 
-    It returns an unsigned byte for each: a code plus `code_offset(kind)`. Codes of fewer than 8
+    `kind` names the encoding of the codes, such as "lookup4" (see `Codes.kind`). The function
+    returns an unsigned byte per stored byte: a code plus `code_offset(kind)`. Codes of fewer than 8
     bits begin at bit `shift` of each byte, and are looked up in the table.
     """
     if BITS[kind] < 8:
@@ -217,10 +221,10 @@ class Orientation(NamedTuple):
 def build_rows_orientation(kind: str) -> Orientation:
     """Return the functions that decode panels if the rows of the stored matrix are contracted.
 
-    A strip is `WIDTH` bytes of each row of the matrix. It has one panel per field, the position of
-    a code in a byte. Four rows at a time are interleaved, so that a 32-bit lane holds four codes of
-    one column. This changes the order of columns: scales are brought into the same order, and sums
-    back.
+    `kind` names the encoding of the codes, such as "lookup4" (see `Codes.kind`). A strip is `WIDTH`
+    bytes of each row of the matrix. It has one panel per field, the position of a code in a byte.
+    Four rows at a time are interleaved, so that a 32-bit lane holds four codes of one column. This
+    changes the order of columns: scales are brought into the same order, and sums back.
     """
     bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
@@ -347,10 +351,11 @@ def build_rows_orientation(kind: str) -> Orientation:
 def build_columns_orientation(kind: str) -> Orientation:
     """Return the functions that decode panels if the columns of the stored matrix are contracted.
 
-    A strip is `WIDTH` rows of the matrix, and has one panel. For `LANES` rows at a time, 16 bytes
-    of each row are transposed, so that a 32-bit lane holds four bytes of one row. If a byte has
-    several codes, the first codes of 16 bytes come before their second codes. Activations are
-    brought into the same order.
+    `kind` names the encoding of the codes, such as "lookup4" (see `Codes.kind`). A strip is `WIDTH`
+    rows of the matrix, and has one panel. For `LANES` rows at a time, 16 bytes of each row are
+    transposed, so that a 32-bit lane holds four bytes of one row. If a byte has several codes, the
+    first codes of 16 bytes come before their second codes. Activations are brought into the same
+    order.
     """
     bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits

@@ -179,7 +179,10 @@ def _build_sweep(kind: str) -> Any:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
+    """Return the native functions of this kernel for one kind of codes.
+
+    `kind` names the encoding of the codes of the matrix, such as "lookup4" (see `Codes.kind`).
+    """
     offset = code_offset(kind)
     sweep = _build_sweep(kind)
     side = build_rows_orientation(kind)
