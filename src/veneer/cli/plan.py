@@ -140,7 +140,15 @@ def _json_entries(plan: "SplitPlan", memory: float) -> dict[str, Any]:
 def _describe_use(
     use: str, model: "ModelShapes", step: "PlannedStep", plans: "list[SplitPlan]", memory: float
 ) -> list[str]:
-    """Return lines with the fastest splits that fit into `memory`, and the specs of the best."""
+    """Return lines that describe the fastest splits, and the shardings of the best one.
+
+    **Arguments:**
+
+    - `use`: the heading: "serving" or "fine-tuning".
+    - `step`: the step that `plans` estimate.
+    - `plans`: all splits, with the fastest first.
+    - `memory`: the bytes of a device. Splits that do not fit are left out.
+    """
     fitting = [plan for plan in plans if plan.fits(memory)]
     work, extra = "generates a token for each of", f"KV cache in {step.cache or model.dtype}"
     if step.rank is not None:

@@ -43,7 +43,7 @@ class HelpCommand(TyperCommand):
     """A command whose help ends with its own section, its examples and its JSON keys."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections after the options."""
+        """Write the end of the help of this command, after its options, to a click formatter."""
         command = COMMANDS[self.name or ""]
         if command.write_section is not None:
             command.write_section(formatter)
@@ -60,7 +60,7 @@ class CommandGroup(TyperGroup):
     """
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples after the commands."""
+        """Write the end of the help of `veneer`, after its commands, to a click formatter."""
         _write_examples(formatter, EXAMPLES)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -74,7 +74,10 @@ class CommandGroup(TyperGroup):
     def main(  # type: ignore[override]  # the other parameters are among the keywords
         self, args: Sequence[str] | None = None, **kwargs: Any
     ) -> NoReturn:
-        """Run a command, and exit. Without arguments, print the help."""
+        """Run the command that `args` begin with, and exit. Without arguments, print the help.
+
+        `args` are the words of the command line. None takes them from `sys.argv`.
+        """
         words = list(sys.argv[1:] if args is None else args)
         try:
             options = {"prog_name": "veneer", "standalone_mode": False}
@@ -100,7 +103,7 @@ def _write_examples(formatter: Any, examples: Iterable[str]) -> None:
 
 
 def _print_error(message: str) -> int:
-    """Print an error as one line, and return the exit code."""
+    """Print an error as one line on stderr, and return the exit code for bad input."""
     print(f"veneer: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 

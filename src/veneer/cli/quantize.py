@@ -29,7 +29,10 @@ from .shared import (
 
 
 class Layout(StrEnum):
-    """The axis of a weight that a matmul contracts: the last (torch) or the last but one (jax)."""
+    """The order of the axes of weights: `[..., out, in]` (torch) or `[..., in, out]` (jax).
+
+    Products contract the axis "in", so scales are shared along it.
+    """
 
     torch = "torch"
     jax = "jax"
@@ -209,7 +212,15 @@ def run(
 def _choose_for(
     library: str, format: str | None, avals: Mapping[str, Any], exclude: list[str]
 ) -> dict[str, Any]:
-    """Return a dict from the names of the tensors to quantize to their rules, by --for."""
+    """Return the rules for --for: a dict from the names of the tensors to quantize.
+
+    **Arguments:**
+
+    - `library`: the value of --for, such as "mlx".
+    - `format`: the value of --format, or None for the default of the library.
+    - `avals`: a dict from the names of dense tensors to their shapes and dtypes.
+    - `exclude`: the regexes of --exclude.
+    """
     from ..files.targets import choose_rules
     from ..quant.models.arguments import can_be_quantized
 
@@ -230,7 +241,13 @@ def _make_selectors(
     layout: Layout | None,
     rules: Path | None,
 ) -> list[Any]:
-    """Return the `Selector`s of tensors that the options, or the file of rules, describe."""
+    """Return the `Selector`s that say which tensors to quantize, and how.
+
+    The arguments are the options of the command with the same names. The file `rules` replaces all
+    others except `layout`.
+
+    **Raises:** `OptionError` if options contradict each other, or --format is missing.
+    """
     from ..quant.models.checkpoint import (
         ANY_WEIGHT,
         CONTRACTING_AXIS,
@@ -264,7 +281,10 @@ def _make_selectors(
 
 
 def _parse_tile(tile: str | None, format: str) -> Any:
-    """Return the `tile_size` of a `Selector` for the value of --tile."""
+    """Convert the value of --tile to the `tile_size` of a `Selector`.
+
+    It is a number, None for one scale per channel, or "default" without --tile.
+    """
     from ..quant import get_format
 
     if tile is None:
@@ -280,9 +300,11 @@ def _parse_tile(tile: str | None, format: str) -> Any:
 
 
 def _find_left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any]) -> list[str]:
-    """Return the names of the matrices that stay dense because of their names.
+    """Return the names of the matrices that stay dense because no selector matches their names.
 
-    **Raises:** `ValueError` if there are no other tensors to quantize.
+    `avals` is a dict from the names of all dense tensors of the checkpoint `source`.
+
+    **Raises:** `ValueError` if nothing can be quantized.
     """
     from ..quant.models.arguments import can_be_quantized
     from ..quant.models.checkpoint import ANY_WEIGHT, find_unselected
@@ -313,7 +335,8 @@ def _choose_rules(
 ) -> dict[str, Any]:
     """Return a dict from the names of the tensors to quantize to their `vn.quant.Rule`.
 
-    `in_file` says whether the selectors are from a file of rules, for the remedies in errors.
+    `avals` is a dict from the names of dense tensors to their shapes and dtypes. `in_file` says
+    whether the selectors are from a file of rules. The advice in error messages depends on it.
     """
     from ..quant.models.checkpoint import TileError, UnknownAxisError, plan
 
@@ -332,9 +355,17 @@ def _choose_rules(
 def _calibrate(
     source: Path, text: Path | None, rules: Mapping[str, Any], method: str | None
 ) -> tuple[Mapping[str, Any], Any]:
-    """Calibrate on a text file. Return a dict of quantized weights, and a report.
+    """Quantize weights with calibration on a text file, for --calibrate.
 
-    Without a text, there are no weights, and the report is None.
+    **Arguments:**
+
+    - `source`: the checkpoint.
+    - `text`: the text file. Without --calibrate, it is None, and nothing is quantized.
+    - `rules`: a dict from the names of the tensors to quantize to their rules.
+    - `method`: the value of --method, or None.
+
+    **Returns:** a dict from names to quantized weights, and a report of their errors. Without a
+    text, an empty dict and None.
     """
     if text is None:
         if method is not None:

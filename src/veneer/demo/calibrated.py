@@ -29,10 +29,12 @@ class TextModel(NamedTuple):
 
     **Arguments:**
 
-    - `params`: dense arrays. The keys are the names in the program.
-    - `call`: the program, a function of the parameters and the arrays of a batch.
+    - `params`: a dict from names to dense arrays, the parameters of `call`.
+    - `call`: a program of `examples/` that runs the model: a function of the parameters and the
+      arrays of a batch.
     - `batches`: a function that splits a text into batches.
-    - `name_in_program`: a function that maps the name of a tensor in the checkpoint to the program.
+    - `name_in_program`: a function that maps the name of a tensor in the checkpoint to its name in
+      `params`.
     """
 
     params: Mapping[str, Any]
@@ -50,7 +52,7 @@ def calibrated(
 
     - `source`: a Hugging Face folder with `config.json` and `tokenizer.json`, or a GGUF file.
     - `text`: a text file in UTF-8. For an encoder, it has one sentence per line.
-    - `rules`: the rule of each tensor to quantize. The keys are names in the checkpoint.
+    - `rules`: a dict from the names in the checkpoint of the tensors to quantize to their rules.
     - `method`, `progress`: as in `vn.quant.calibrate`.
 
     **Returns:** a dict from names to quantized weights, and a report of their errors.

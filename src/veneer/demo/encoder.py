@@ -52,10 +52,11 @@ class BertEncoder:
 
     **Arguments:**
 
-    - `params`: dense f32 arrays. The keys are the names in PyTorch.
-    - `config`: the `Config` of the program.
-    - `tokenizer`: truncates sentences to `max_tokens`.
-    - `contracted`: the sizes of the axes that its matmuls contract.
+    - `params`: a dict from the names in PyTorch to dense f32 arrays.
+    - `config`: a `Config` of `examples/sentence_encoder.py`.
+    - `tokenizer`: a tokenizer that truncates sentences to `max_tokens`.
+    - `contracted`: the sizes of the axes that matmuls of the model contract, which tiles must
+      divide.
     - `max_tokens`: the maximum number of tokens of a sentence.
     """
 
@@ -66,10 +67,10 @@ class BertEncoder:
     max_tokens: int
 
     def batches(self, sentences: Sequence[str]) -> Iterator[tuple[np.ndarray, Batch]]:
-        """Yield padded batches of 64 sentences, or of 1 for one sentence; the shortest first.
+        """Yield pairs: the indices of some sentences, `int[n]`, and the padded batch of them.
 
-        Each batch comes with the indices of its sentences. The last batch is filled up with empty
-        sentences, so that all batches have one size.
+        A batch has up to 64 sentences, and the shortest sentences come first. The last batch is
+        filled up with empty sentences, so that all batches have the same size.
         """
         tokens = [encoding.ids for encoding in self.tokenizer.encode_batch(list(sentences))]
         shortest_first = np.argsort([len(ids) for ids in tokens], kind="stable")
@@ -175,7 +176,9 @@ def _read_params(folder: Path) -> dict[str, np.ndarray]:
 
 
 def name_in_program(name: str) -> str:
-    """Return the name of a tensor of a checkpoint in `examples/sentence_encoder.py`.
+    """Convert the name of a tensor in a BERT checkpoint to its name in the example program.
+
+    The program is `examples/sentence_encoder.py`.
 
     >>> from veneer.demo.encoder import name_in_program
     >>> name_in_program("bert.embeddings.LayerNorm.gamma")
@@ -187,7 +190,10 @@ def name_in_program(name: str) -> str:
 
 
 def _check_shapes(encoder: BertEncoder, folder: Path) -> None:
-    """Trace the program on abstract arrays. Raise a `ValueError` if it cannot run the model."""
+    """Raise a `ValueError` if the example program cannot run an encoder, such as for wrong shapes.
+
+    Trace the program on abstract arrays. `folder` is the folder of the model, for the error.
+    """
     [(_, batch)] = encoder.batches(["A trial."])
     encode = program("sentence_encoder").encode
     try:

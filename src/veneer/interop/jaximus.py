@@ -128,17 +128,23 @@ def aux_field(metadata: Any = None, **kwargs: Any) -> Any:
 
 
 class _StatedShape(typing.NamedTuple):
-    """A shape that a caller stated, and the shapes that the leaves had at that time."""
+    """A shape that a caller passed to the constructor of an array, or assigned to `shape`.
+
+    - `shape`: the stated shape.
+    - `leaves`: the shapes that the leaves of the array had at that time. They show later which axes
+      JAX has added by stacking arrays.
+    """
 
     shape: tuple[int, ...]
     leaves: tuple[tuple[int, ...], ...]
 
 
 class _ShapeOrDtype:
-    """A descriptor of the attribute `shape` or `dtype`.
+    """A descriptor of the attribute `shape` or `dtype` of an `ImplicitArray`.
 
-    It returns the value that the caller or the class states, or else derives it from `materialize`.
-    Only stated values are stored, so derived ones stay correct when JAX slices leaves.
+    Its value is the shape or dtype of the result of `materialize`. While `materialize` runs, it is
+    the value that the caller or the class states. Only stated values are stored, so derived ones
+    stay correct when JAX slices leaves.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -194,7 +200,11 @@ def _materialize_running(array: Any) -> Iterator[None]:
 
 
 class _Aval:
-    """The abstract value of an array: an attribute in eformer, and a method in Veneer."""
+    """An abstract value that can be read like an attribute or called like a method.
+
+    `aval` is an attribute of arrays in eformer (`x.aval.shape`), and a method in Veneer
+    (`x.aval()`).
+    """
 
     __slots__ = ("_aval",)
 
@@ -218,7 +228,10 @@ class _Aval:
 
 
 def _warn_of_fallback(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Warn that no rule fits, and return `NotImplemented` to materialize the operands."""
+    """Warn that no rule of a primitive fits its operands `values`.
+
+    Return `NotImplemented`, so that the operands are materialized.
+    """
     del params
     warns = [x for x in values if isinstance(x, ImplicitArray) and x.warn_on_materialize]
     if WARN_ON_MATTER and warns and current_policy() is ALLOW:  # a policy reports by itself
@@ -339,11 +352,17 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
                 continue
 
     def compute_shape(self) -> Sequence[int] | None:
-        """Return the shape if the caller states none, or None. Override it to compute the shape."""
+        """Return the shape of the array, or None to derive it from `materialize`.
+
+        It is called if no shape is passed to the constructor. Override it to compute the shape.
+        """
         return self.default_shape
 
     def compute_dtype(self) -> Any:
-        """Return the dtype if the caller states none, or None. Override it to compute the dtype."""
+        """Return the dtype of the array, or None to derive it from `materialize`.
+
+        It is called if no dtype is passed to the constructor. Override it to compute the dtype.
+        """
         return self.default_dtype
 
     @abc.abstractmethod
@@ -351,9 +370,10 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
         """Return the dense array. It may be another implicit array."""
 
     def materialise(self) -> Any:
-        """Return the dense array, cast to the stated dtype.
+        """Return the result of `materialize`, cast to the stated dtype.
 
-        If leaves have gained leading axes, it is mapped over these axes.
+        If JAX has stacked arrays of this type, so that all leaves have gained leading axes,
+        `materialize` is mapped over these axes.
         """
         if self._is_stacked():
             return jax.vmap(type(self).materialise)(self)
@@ -370,7 +390,11 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
         return _Aval(_find_aval(self))
 
     def _stated(self, name: str) -> Any:
-        """Return the shape or dtype that the caller or the class states, or None."""
+        """Return the stated value of `name`, which is "shape" or "dtype", or None.
+
+        The caller states it in the constructor, or the class in `compute_shape` or `compute_dtype`.
+        A shape includes the axes that stacking has added.
+        """
         stated = self.__dict__.get(name)
         if isinstance(stated, _StatedShape):
             return (*self._added_axes(), *stated.shape)
@@ -391,7 +415,12 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
             return False
 
     def _added_axes(self) -> tuple[int, ...]:
-        """Return the axes that stacking has added to every leaf since the shape was stated."""
+        """Return the sizes of the leading axes that all leaves have gained by stacking.
+
+        They are counted since the shape was stated. Without a stated shape, the result is ().
+
+        **Raises:** `ValueError` if the shapes of the leaves changed in another way.
+        """
         stated = self.__dict__.get("shape")
         if not isinstance(stated, _StatedShape):
             return ()
@@ -440,7 +469,8 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
 def _find_aval(array: ImplicitArray) -> jax.core.ShapedArray:
     """Return the abstract value of the result of `materialize`.
 
-    If `materialize` raises, return the stated shape and dtype.
+    If `materialize` raises, return the stated shape and dtype. If they are not stated, raise the
+    same error.
     """
     try:
         with _materialize_running(array):
@@ -547,9 +577,10 @@ def _register_rule(
     **Arguments:**
 
     - `target`: the primitive.
-    - `rule`: the function that the user decorated, which names the rule in reports.
-    - `function`: calls `rule` with the operands.
-    - `parameters`: the parameters of the operands, with their annotations.
+    - `precedence`: as in `register`.
+    - `rule`: the function that the user decorated with `register`. Reports show its name.
+    - `function`: a function of the operands that calls `rule`, with the primitive if it takes it.
+    - `parameters`: the parameters of `rule` for the operands, with their annotations.
     """
 
     @functools.wraps(rule)
@@ -582,10 +613,11 @@ def _evaluate_annotations(rule: Callable) -> list[inspect.Parameter]:
 
 
 def _replace_any(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Replace the annotations `Any`, `OrginArray` or none by the array types that eformer knows.
+    """Restrict an operand of a rule that is annotated `Any` or `OrginArray`, or not at all.
 
-    Rules written for eformer cannot compute with other types, such as `vn.quant.QArray`. These
-    operands are materialized.
+    The new annotation has only dense arrays and arrays of the types of this module. Rules written
+    for eformer cannot compute with other types, such as `vn.quant.QArray`, which are materialized
+    instead. Other annotations are returned unchanged.
     """
     if parameter.kind in _KEYWORDS:
         return parameter

@@ -145,7 +145,11 @@ def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
 
 
 def _sort_outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
-    """Return the outputs and the inputs of a graph, given in this or the reverse order."""
+    """Return the outputs and the inputs of a graph, which may be passed in the reverse order.
+
+    `to_jax` takes the outputs first, and `pytensor.function` the inputs. Variables that nothing
+    computes are inputs.
+    """
     if isinstance(graph, FunctionGraph) or inputs is None:
         return graph, inputs
     inputs_are_roots, graph_is_roots = (

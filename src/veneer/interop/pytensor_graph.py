@@ -46,8 +46,9 @@ from .pytensor_sparse import check_patterns
 def rewrite_for_jax(fgraph: Any) -> None:
     """Rewrite a graph in place as in PyTensor's JAX mode, and check that JAX can compute it.
 
-    **Raises:** `TypeError` for an input of another kind. `NotImplementedError` if the graph reads
-    entries of a sparse matrix whose number JAX does not know.
+    **Raises:** `TypeError` for an input that is not an array, a sparse matrix or a random
+    generator. `NotImplementedError` if the graph reads the stored entries of a sparse matrix, and
+    JAX does not know their number.
     """
     for variable in fgraph.inputs:
         if not isinstance(variable.type, RandomType) and not hasattr(variable.type, "dtype"):
@@ -63,9 +64,11 @@ def rewrite_for_jax(fgraph: Any) -> None:
 
 
 def implement_graph(fgraph: Any) -> Callable[..., Any]:
-    """Return a function that computes the outputs of a rewritten graph with JAX.
+    """Return a function that computes the outputs of a graph with JAX.
 
-    **Raises:** `NotImplementedError` where PyTensor would warn that it ignores a parameter.
+    The graph has been rewritten by `rewrite_for_jax`.
+
+    **Raises:** `NotImplementedError` if PyTensor's implementation of an `Op` ignores a parameter.
     """
     # Constants are computed now, so that they are arrays even if `to_jax` is called under
     # `jax.jit`.
@@ -116,7 +119,7 @@ _SHAPE_OPS = (
 
 
 def _perform(op: Any, node: Any, inputs: Sequence[Any]) -> Any:
-    """Compute a result in NumPy, with `Op.perform`, if all operands are known while JAX traces."""
+    """Compute the results of an `Op` in NumPy, with `Op.perform`. The inputs are not traced."""
     operands = [
         np.asarray(x, variable.type.dtype)[() if isinstance(variable.type, ScalarType) else ...]
         for x, variable in zip(inputs, node.inputs, strict=True)
@@ -132,10 +135,11 @@ def _perform(op: Any, node: Any, inputs: Sequence[Any]) -> Any:
 
 
 def implement_op(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return the implementation of an `Op`, with inputs and outputs cast as the graph declares.
+    """Return a JAX function of the operands of `node` that computes its `Op`.
 
-    Implementations of Veneer go before those in PyTensor. In JAX, a sum of int8 is int32,
-    and a product of int32 and float32 is float32. In PyTensor, as in NumPy, both are wider.
+    Its results have the dtypes that the graph declares. Without casts, JAX would compute a sum of
+    int8 in int32, and a product of int32 and float32 in float32. In PyTensor, as in NumPy, both are
+    wider. An implementation of Veneer is preferred to one in PyTensor.
     """
     ours = next((IMPLEMENTATIONS[cls] for cls in type(op).__mro__ if cls in IMPLEMENTATIONS), None)
     implementation = ours and ours(op, node, core=functools.partial(implement_op, **kwargs))
@@ -166,7 +170,10 @@ def implement_op(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
 
 
 def _cast_result(x: Any, variable: Any) -> Any:
-    """Cast a result to the declared dtype. A small NumPy array, such as a shape, stays in NumPy."""
+    """Cast the result of an `Op` to the dtype that the graph declares for `variable`.
+
+    A small NumPy array, such as a shape, stays in NumPy.
+    """
     if isinstance(x, np.ndarray | np.generic) and x.size <= _MAX_KNOWN:
         return x.astype(variable.type.dtype)
     return _cast(x, dtype_of(variable))
@@ -189,10 +196,10 @@ def _type_inner_graphs(op: Any) -> Any:
 
 
 def _find_common_dtype(op: Any, node: Any) -> tuple[int, Any]:
-    """Return the index of the first operand to cast, and the dtype to cast to.
+    """Return the dtype to which an `Op` casts its operands before it computes, as NumPy does.
 
-    NumPy casts operands to a common dtype before it computes. The dtype is None if JAX does the
-    same.
+    **Returns:** the index of the first operand to cast, and the dtype. The dtype is None if JAX
+    needs no cast to compute the same result.
     """
     core = getattr(op, "core_op", op)
     # Before PyTensor 3.3, the first input of `Join` is the axis.
@@ -215,7 +222,10 @@ def dtype_of(variable: Any) -> Any:
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    """Cast an array or a scalar. A tuple, which is a shape, is returned unchanged."""
+    """Cast a dense or sparse array or a scalar to `dtype`.
+
+    A tuple, which is a shape, is returned unchanged, and so is everything if `dtype` is None.
+    """
     if dtype is None or isinstance(x, tuple):
         return x
     if isinstance(x, BCOO):
@@ -229,12 +239,18 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _drop_imaginary_part(x: Any, dtype: Any) -> Any:
-    """Return the real part of a complex array if the dtype to cast to is real, as NumPy does."""
+    """Return the real part of a complex array if `dtype` is real. Otherwise, return `x` unchanged.
+
+    NumPy casts in the same way.
+    """
     return x.real if x.dtype.kind == "c" and dtype.kind != "c" else x
 
 
 def _expand_unravel_index(fgraph: Any) -> None:
-    """Replace `UnravelIndex`. PyTensor's JAX implementation ignores its order."""
+    """Replace each `UnravelIndex` of a graph by divisions.
+
+    PyTensor's JAX implementation ignores its order ("C" or "F").
+    """
     for node in [node for node in fgraph.toposort() if isinstance(node.op, UnravelIndex)]:
         indices, dims = node.inputs
         axes = range(len(node.outputs))
@@ -267,9 +283,10 @@ def _replace_pivoted_qr(fgraph: Any) -> None:
 
 
 def _read_lower_triangle(fgraph: Any) -> None:
-    """Make positive definite solves read the lower triangle.
+    """Make positive definite solves of a graph read the lower triangle of their matrix.
 
-    PyTensor's rewrites assume that both triangles are equal.
+    A solve that reads the upper triangle gets a matrix with this triangle copied to the lower one,
+    because PyTensor's rewrites assume that both triangles are equal.
     """
     for node in fgraph.toposort():
         core = getattr(node.op, "core_op", None)
@@ -282,9 +299,10 @@ def _read_lower_triangle(fgraph: Any) -> None:
 
 @contextlib.contextmanager
 def name_deciding_inputs(fgraph: Any) -> Iterator[None]:
-    """Replace errors of JAX about dynamic shapes by a `TypeError`.
+    """Replace errors of JAX about dynamic shapes, in a `with` block, by a `TypeError`.
 
-    It names the inputs whose values determine shapes. Other errors are unchanged.
+    The `TypeError` names the inputs of the graph whose values determine shapes. If there is no such
+    input, the error is unchanged.
     """
     try:
         yield
@@ -301,7 +319,7 @@ def name_deciding_inputs(fgraph: Any) -> Iterator[None]:
 
 
 def _find_sizes(fgraph: Any) -> list[Any]:
-    """Return the variables of a graph that are sizes of results."""
+    """Return the variables of a graph that determine the shape of a result, as of `Reshape`."""
     return [
         size
         for node in fgraph.toposort()
@@ -326,7 +344,10 @@ def _find_slice_bounds(fgraph: Any) -> list[Any]:
 
 
 def _find_deciding_inputs(fgraph: Any, sizes: list[Any]) -> list[Any]:
-    """Return the inputs whose values, not only their shapes, determine one of the sizes."""
+    """Return the inputs of a graph whose values, not only their shapes, determine one of `sizes`.
+
+    `sizes` are variables of the graph.
+    """
     of_shapes = Shape | Shape_i | CSMProperties
     known = [v for v in ancestors(sizes) if v.owner and isinstance(v.owner.op, of_shapes)]
     reached = set(ancestors(sizes, blockers=known))
@@ -368,7 +389,10 @@ def convert_argument(x: Any, declared: Any, name: str) -> Any:
 
 
 def _convert_generator(x: Any, name: str) -> dict[str, Any]:
-    """Return a random generator as PyTensor's JAX code reads it: a dict with a key `uint32[2]`."""
+    """Convert a JAX key or a NumPy `Generator` to the form that PyTensor's JAX code reads.
+
+    It is a dict with the data of a key, `uint32[2]`. `name` is the name of the input, for errors.
+    """
     if isinstance(x, np.random.Generator):
         x = jax_typify(x)["jax_state"]
     elif isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -115,7 +115,10 @@ def _reduce(op: Any, node: Any, **_: Any) -> Implementation | None:
 
 
 def is_out_of_range(index: Any, size: Any) -> bool:
-    """Return whether an index is known to be out of range. JAX does not check traced indices."""
+    """Return whether an index, or any of an array of them, is outside `[0, size)`.
+
+    Return False if the index or the size is traced, because their values are unknown.
+    """
     if isinstance(index, jax.core.Tracer) or isinstance(size, jax.core.Tracer):
         return False
     return bool(((index < 0) | (index >= size)).any())
@@ -140,7 +143,10 @@ def _ravel_multi_index(op: Any, node: Any, *operands: Any) -> Any:
 
 
 def _increment(op: Any, node: Any, **_: Any) -> Implementation | None:
-    """Implement `x[index] += y` as NumPy does, which ignores duplicates of an index."""
+    """Implement `x[index] += y` as NumPy does: an index that occurs twice is added to once.
+
+    Return None, to use PyTensor's implementation, if the `Op` sets entries or counts duplicates.
+    """
     if op.set_instead_of_inc or not op.ignore_duplicates:
         return None
 
@@ -165,7 +171,10 @@ def _blockwise(op: Any, node: Any, *, core: Any, **_: Any) -> Implementation:
 
 
 def _mirror_triangle(a: Any, lower: bool, conjugate: bool = True) -> Any:
-    """Copy one triangle of a symmetric or Hermitian matrix to the other triangle."""
+    """Copy the lower or upper triangle of a symmetric or Hermitian matrix to the other triangle.
+
+    `conjugate` is True for a Hermitian matrix, whose diagonal becomes real.
+    """
     part = jnp.tril(a) if lower else jnp.triu(a)
     other = jnp.swapaxes(part, -1, -2)
     on_diagonal = jnp.eye(a.shape[-1], dtype=bool)
@@ -192,7 +201,11 @@ def _eigh(op: Any, node: Any, **_: Any) -> Implementation | None:
 
 
 def _solve(op: Any, node: Any, **_: Any) -> Implementation | None:
-    """Solve a symmetric or Hermitian system. Only the triangle that `op.lower` names is read."""
+    """Implement `Solve` of a symmetric, Hermitian or positive definite matrix.
+
+    Only its lower triangle is read if `op.lower` is true, else only the upper one. Return None, to
+    use PyTensor's implementation, for other matrices.
+    """
     if op.assume_a not in ("sym", "her", "pos"):
         return None
 
@@ -216,7 +229,13 @@ def _lu(op: Any, node: Any, **_: Any) -> Implementation | None:
 
 
 def _tridiagonal_factor(op: Any, node: Any, dl: Any, d: Any, du: Any) -> Any:
-    """Return the LU factors of a tridiagonal matrix with pivoting, as `gttrf` of LAPACK."""
+    """Return the LU factors of a tridiagonal matrix with pivoting, as `gttrf` of LAPACK does.
+
+    `dl`, `d` and `du` are the diagonal below the main one, the main one, and the one above.
+
+    **Returns:** the factors of the elimination, the three diagonals of the upper factor, and the
+    pivots, counted from 1.
+    """
     dtype = jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
     size = lambda x: abs(x.real) + abs(x.imag) if jnp.iscomplexobj(x) else abs(x)
     dl, d, du = (jnp.asarray(x, dtype) for x in (dl, d, du))
@@ -296,7 +315,10 @@ def _tridiagonal_solve(op: Any, node: Any, **_: Any) -> Implementation:
 
 
 def _call_perform_on_host(op: Any, node: Any, **_: Any) -> Implementation:
-    """Call `Op.perform` on the host, for an `Op` that JAX has no primitive for."""
+    """Return a JAX function that calls `Op.perform` on the host.
+
+    It is for an `Op` of two matrices that JAX cannot compute, such as `QZ`.
+    """
     dtypes = [jax.dtypes.canonicalize_dtype(v.type.dtype) for v in node.outputs]
 
     def perform(*inputs: Any) -> Any:

@@ -38,7 +38,10 @@ def _drop_zeros(x: BCOO) -> BCOO:
 
 
 def _mark_unused(use: Any, data: Any, rows: Any, columns: Any, shape: Any) -> BCOO:
-    """Build a matrix. Entries whose `use` is False get an index outside the matrix."""
+    """Build a sparse matrix from entries, and mark the entries whose `use` is False as unused.
+
+    They get an index outside the matrix, because JAX cannot drop entries of a traced matrix.
+    """
     return _matrix(data, jnp.where(use, rows, shape[0]), jnp.where(use, columns, shape[1]), shape)
 
 
@@ -48,7 +51,11 @@ def _from_dense(x: Any) -> BCOO:
 
 
 def _sort_entries(x: BCOO, format: str) -> tuple[Any, Any, Any]:
-    """Sort the entries by the format ("csr" or "csc"). Return data, major and minor indices."""
+    """Sort the entries of a matrix by rows ("csr") or by columns ("csc").
+
+    **Returns:** the values, the indices along the axis by which they are sorted, and the indices
+    along the other axis.
+    """
     data, rows, columns = _entries(x)
     major, minor = (rows, columns) if format == "csr" else (columns, rows)
     order = jnp.lexsort((minor, major))
@@ -86,7 +93,10 @@ def _csm_properties(op: Any, node: Any, x: BCOO) -> Any:
 
 
 def _find_rows(indptr: Any, count: int) -> Any:
-    """Return the compressed index of each stored entry: its row in CSR, its column in CSC."""
+    """Return the row of each stored entry of a CSR matrix, or the column for CSC: `int32[count]`.
+
+    `indptr` has the index of the first entry of each row. `count` is the number of entries.
+    """
     rows = jnp.searchsorted(jnp.asarray(indptr), jnp.arange(count), side="right") - 1
     return rows.astype(jnp.int32)
 
@@ -150,7 +160,10 @@ def _get_item_scalar(op: Any, node: Any, x: BCOO, *at: Any) -> Any:
 
 
 def _set_in_order(values: Any, zeros: Any, *index: Any) -> Any:
-    """Set entries of zeros in order. If an index occurs several times, its last value is kept."""
+    """Return `zeros` with `zeros[index] = values`, as NumPy computes it.
+
+    If an index occurs several times, the last value is kept. JAX does not guarantee this.
+    """
     order = jnp.full(zeros.shape[: len(index)], -1).at[index].max(jnp.arange(len(values)))
     is_set = (order >= 0).reshape(*order.shape, *(1,) * (zeros.ndim - order.ndim))
     return jnp.where(is_set, jnp.asarray(values)[order], zeros)
@@ -231,7 +244,7 @@ def _structured_add(op: Any, node: Any, x: BCOO, y: Any) -> BCOO:
 
 
 def _multiply(op: Any, node: Any, x: BCOO, y: BCOO) -> BCOO:
-    """Multiply two sparse matrices by entries.
+    """Multiply two sparse matrices elementwise.
 
     Each entry of `x` is looked up in the sorted entries of `y`.
     """
@@ -277,7 +290,10 @@ def _compare(op: Any, node: Any, x: BCOO, y: Any) -> Any:
 
 
 def _dot(op: Any, node: Any, x: Any, y: Any) -> Any:
-    """Multiply two matrices. If both are sparse, the second one is materialized."""
+    """Return the matrix product of two matrices, sparse or dense.
+
+    If both are sparse, the second one is materialized.
+    """
     x, y = (
         BCOO((x.data.astype(_dtype(node)), x.indices), shape=x.shape)
         if isinstance(x, BCOO)
@@ -317,7 +333,10 @@ def _diagonal(x: BCOO) -> Any:
 
 
 def bind_node(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory of implementations from a function of an `Op`, its node and the operands."""
+    """Convert a function `f(op, node, *operands)` to an entry of `IMPLEMENTATIONS`.
+
+    The entry takes an `Op` and its node, and returns a function of the operands.
+    """
     return lambda op, node, **_: functools.partial(function, op, node)
 
 
@@ -400,10 +419,12 @@ _PRESERVES_PATTERN = {
 
 
 def check_patterns(fgraph: Any) -> None:
-    """Reject graphs that read the stored numbers of a matrix whose entries JAX cannot count.
+    """Reject graphs that read the stored entries of a sparse matrix, if JAX cannot count them.
 
-    In JAX such a matrix stores more entries than in PyTensor. A graph that only builds other
-    matrices from them is right, so it is accepted.
+    In JAX, such a matrix stores more entries than in PyTensor, so the data and the indices differ.
+    A graph that only builds other matrices from them is correct, and is accepted.
+
+    **Raises:** `NotImplementedError` for a rejected graph.
     """
     for node in fgraph.toposort():
         if type(node.op).__name__ != "CSMProperties" or _has_known_pattern(node.inputs[0]):
@@ -416,7 +437,10 @@ def check_patterns(fgraph: Any) -> None:
 
 
 def _has_known_pattern(x: Any) -> bool:
-    """Return whether JAX knows the number of entries of a sparse variable."""
+    """Return whether a sparse variable stores as many entries in JAX as in PyTensor.
+
+    It does if it is an input, or if the operations that compute it drop no entries.
+    """
     if x.owner is None:
         return True
     if type(x.owner.op).__name__ == "CSM":
@@ -428,7 +452,10 @@ def _has_known_pattern(x: Any) -> bool:
 
 
 def _is_used_only_for_matrices(fgraph: Any, x: Any) -> bool:
-    """Return whether data or indices are only used to build matrices with the same entries."""
+    """Return whether a graph uses `x` only to build other matrices with the same entries.
+
+    `x` is the stored data or the stored indices of a sparse matrix.
+    """
     for client, position in fgraph.clients[x]:
         name = type(client.op).__name__
         if (name == "CSM" and position < 3) or (name == "CSMGrad" and position > 3):

@@ -242,7 +242,11 @@ def _contract(
     optimize: Any = "auto",
     **options: Any,
 ) -> jax.Array:
-    """Compute an einsum. Products of two operands are computed by `dot_general`."""
+    """Compute an einsum, and each product of two operands with `dot_general`.
+
+    `args` are the subscripts and operands of `jax.numpy.einsum`, and `options` are passed to
+    `dot_general`.
+    """
     inputs, output, operands = parse_einsum_input(args)
     terms = inputs.split(",")
     sizes: dict[str, Any] = {}
@@ -270,7 +274,10 @@ def _contract(
 
 
 def _repeat_to(x: Any, shape: tuple[Any, ...]) -> Any:
-    """Repeat entries along axes whose size in `shape` is a multiple of their size in `x`."""
+    """Repeat the entries of `x` along its axes until it has the given shape.
+
+    **Raises:** `ValueError` if a size in `shape` is not a multiple of the size in `x`.
+    """
     if x.shape == shape:
         return x
     pairs = [
@@ -294,7 +301,14 @@ def _multiply(
     dot_general: Callable[..., jax.Array],
     options: Mapping[str, Any],
 ) -> jax.Array:
-    """Multiply two operands of an einsum by `dot_general`."""
+    """Compute a step of an einsum: the product of two operands, by `dot_general`.
+
+    **Arguments:**
+
+    - `operands`: the two operands.
+    - `terms`, `result`: the labels of the axes of each operand, and of the result.
+    - `options`: keyword arguments of `dot_general`.
+    """
     pair, labels = [], []
     for x, term, other in zip(operands, terms, terms[::-1], strict=True):
         kept = "".join(label for label in dict.fromkeys(term) if label in other + result)
@@ -341,7 +355,11 @@ def _widen_type(dtype: DTypeLike) -> DTypeLike:
 
 
 def _find_element_type(preferred: DTypeLike | None, *operands: Any) -> DTypeLike | None:
-    """Return the dtype of a product, or None if JAX's own choice agrees with Qwix."""
+    """Return the `preferred_element_type` that gives a product the same dtype as in Qwix.
+
+    It is `preferred` if that is not None. Otherwise it is None if JAX chooses the same dtype by
+    itself.
+    """
     dtypes = [x.dtype for x in operands if hasattr(x, "dtype")]
     wide = [_widen_type(dtype) for dtype in dtypes]
     return preferred if preferred is not None or wide == dtypes else jnp.result_type(*wide)

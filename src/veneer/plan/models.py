@@ -19,9 +19,10 @@ class NamedShape(NamedTuple):
     **Arguments:**
 
     - `path`: the name of the weight, with `*` in place of the number of a layer.
-    - `shape`, `axes`: the size and the name of each axis.
-    - `contracted`: the axis that products contract. None for a weight that is used in no product,
-      such as a norm. It is not quantized.
+    - `shape`, `axes`: the size and the name of each axis. The name, such as "mlp", decides how the
+      axis is sharded: see `AXES`.
+    - `contracted`: the axis that products contract, -1 or -2. None for a weight that is used in no
+      product, such as a norm. It is not quantized.
     """
 
     path: str
@@ -31,19 +32,21 @@ class NamedShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of values."""
+        """The number of values of the weight."""
         return math.prod(self.shape)
 
     @property
     def free(self) -> int:
-        """The axis that remains in the result of a product."""
+        """The axis that products do not contract, -1 or -2, ignoring an axis of experts."""
         return -2 if self.contracted == -1 else -1
 
 
 class CachedShape(NamedTuple):
     """The shape of one array of a KV cache, in one layer.
 
-    The sizes of the axes "batch" and "length" are None, because they depend on the step.
+    - `sizes`: the size of each axis. None for the axes "batch" and "length", because it depends on
+      the planned step.
+    - `axes`: the name of each axis.
     """
 
     sizes: tuple[int | None, ...]
@@ -62,8 +65,9 @@ class LayerKind:
 
     **Arguments:**
 
-    - `count`: the number of layers.
-    - `weights`, `cache`: the weights and the cache of one layer.
+    - `count`: the number of layers in the group.
+    - `weights`: the shapes of the weights of one layer.
+    - `cache`: the shapes of the arrays of its KV cache.
     - `window`: the number of tokens that attention sees (a sliding window). None for all tokens.
     """
 
@@ -82,7 +86,7 @@ class ModelShapes(NamedTuple):
     - `dtype`: the dtype of weights and activations.
     - `width`: the size of the hidden state.
     - `heads`: the number of query heads.
-    - `experts_per_token`: 0 if the model has no experts.
+    - `experts_per_token`: the number of experts that a token uses. 0 if the model has no experts.
     - `outside`: the weights outside the layers: the embedding, the output head and the last norm.
     - `layers`: the layers, grouped by their shapes.
     """
@@ -174,11 +178,11 @@ def _norms(width: int) -> list[NamedShape]:
 
 
 class _LayerWeights:
-    """A list of matrices `[out, in]` of a layer, with biases.
+    """A list of the shapes of matrices `[out, in]` of a layer and their biases: `weights`.
 
     **Arguments:**
 
-    - `prefix`: the prefix of all names in the layer.
+    - `prefix`: the common prefix of their names after the name of the layer, such as "mlp.".
     - `bias`: the names of the matrices with a bias, or True for all.
     """
 
@@ -186,7 +190,11 @@ class _LayerWeights:
         self.prefix, self.bias, self.weights = _LAYER + prefix, bias, list[NamedShape]()
 
     def add(self, name: str, out: tuple[int, str], into: tuple[int, str]) -> None:
-        """Add a matrix. `out` and `into` are the size and the name of its two axes."""
+        """Add a matrix, and its bias if it has one.
+
+        `out` and `into` are the output axis and the input axis of the matrix, each a pair of a size
+        and a name.
+        """
         shape, axes = (out[0], into[0]), (out[1], into[1])
         self.weights.append(NamedShape(f"{self.prefix}{name}.weight", shape, axes, -1))
         if self.bias is True or (self.bias and name in self.bias):
@@ -204,7 +212,10 @@ def _gated_mlp(prefix: str, width: int, wide: int) -> list[NamedShape]:
 def _attention(
     config: Mapping[str, Any], bias: tuple[str, ...] | bool
 ) -> tuple[list[NamedShape], tuple[CachedShape, ...]]:
-    """Return the weights and the cache of grouped-query attention."""
+    """Return the shapes of the weights, and of the keys and values, of grouped-query attention.
+
+    `bias` has the names of the matrices with a bias, or True for all.
+    """
     width, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or width // heads
     kv_heads = config.get("num_key_value_heads") or heads

@@ -50,11 +50,17 @@ class Split(NamedTuple):
         return AbstractMesh(self[:3], self._fields[:3], axis_types=(AxisType.Auto,) * 3)
 
     def count(self, axes: Any) -> int:
-        """Return the number of blocks that an entry of a `PartitionSpec` splits an axis into."""
+        """Return the number of devices along `axes`: None, a mesh axis, or a tuple of them.
+
+        An entry of a `PartitionSpec` splits an axis into this number of blocks.
+        """
         return math.prod(getattr(self, name) for name in axes_of(axes))
 
     def spec_entry(self, axes: Sequence[str]) -> Any:
-        """Return an entry of a `PartitionSpec` for those mesh axes that have several devices."""
+        """Return the entry of a `PartitionSpec` that shards an axis along the mesh axes `axes`.
+
+        Mesh axes with one device are left out. If none is left, the entry is None.
+        """
         several = tuple(name for name in axes if self.count(name) > 1)
         return several[0] if len(several) == 1 else several or None
 
@@ -101,10 +107,12 @@ class SplitPlan(NamedTuple):
 
     - `split`: the split.
     - `held`: the bytes that a device holds: weights, cache, activations and so on.
-    - `received`: the bytes that a device receives per step. The keys are mesh axes.
-    - `seconds`: the time to read and receive these bytes, a lower bound of the time of a step.
-    - `shardings`: the `PartitionSpec` of each sharded weight. The keys are names of weights.
-    - `whole`: the reasons why weights stay unsharded along an axis. The keys are names of weights.
+    - `received`: a dict from mesh axes, such as "data expert", to the bytes that a device receives
+      per step from devices along them.
+    - `seconds`: the time to read the weights and the cache and to receive these bytes, a lower
+      bound of the time of a step.
+    - `shardings`: a dict from the names of sharded weights to their `PartitionSpec`.
+    - `whole`: a dict from names of weights to the reason why an axis stays unsharded.
     """
 
     split: Split
@@ -214,7 +222,9 @@ class PlacedWeight(NamedTuple):
 def abstract_weight(weight: NamedShape, format: str, tile: int | None, dtype: str) -> Any:
     """Return an abstract array for a weight: quantized in `format`, or dense.
 
-    Weights that are used in no product have the dtype of the model, `dtype`.
+    Weights that are used in no product have the dtype of the model, `dtype`. With a format of fewer
+    than 8 bits, the embedding and the output head have 8 bits. `tile` is the number of values that
+    share a scale, or None for the default of the format.
 
     **Raises:** `ValueError` if `format` is neither a format nor a dtype.
     """
@@ -233,10 +243,10 @@ def abstract_weight(weight: NamedShape, format: str, tile: int | None, dtype: st
 def abstract_cache(
     cached: CachedShape, batch: int, length: int, format: str | None, dtype: str
 ) -> Any:
-    """Return an abstract array for a cache of one layer.
+    """Return an abstract array for the keys, the values or the latents of one layer.
 
-    If it is quantized in `format`, it has one scale per token and head. Without a format, it has
-    the dtype of the model, `dtype`.
+    It holds `batch` sequences of `length` tokens. `format` is a dtype, or a quantized format, which
+    has one scale per token and head. None selects the dtype of the model, `dtype`.
     """
     shape, format = cached.shape(batch, length), format or dtype
     if (dense := _dense_dtype(format)) is not None:
@@ -247,7 +257,7 @@ def abstract_cache(
 
 
 def _dense_dtype(format: str) -> str | None:
-    """Return the name of a dtype, or None if `format` is a quantized format."""
+    """Return the name of the dtype for a format such as "bf16". None for a quantized format."""
     names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
     names |= {name: name for name in names.values()}
     return names.get(format)
@@ -260,9 +270,10 @@ def device_nbytes(array: Any, sharding: NamedSharding) -> int:
 
 
 def spec_by_names(array: Any, axes: tuple[str, ...], split: Split) -> tuple[P, str]:
-    """Return the sharding of an array by the names of its axes.
+    """Choose the sharding of an array by the names of its axes, `axes`.
 
-    Also return the reason why one of these axes cannot be sharded, or "".
+    **Returns:** the `PartitionSpec`, and the reason why an axis that should be sharded cannot be,
+    or "".
     """
     entries: list[Any] = [None] * len(axes)
     why, used = "", set[str]()
@@ -292,7 +303,10 @@ def replication_axes(weight: NamedShape) -> tuple[str, ...]:
 
 
 def place_weight(weight: NamedShape, array: Any, split: Split) -> PlacedWeight:
-    """Shard a weight by the names of its axes, and, if the split is `in_parts`, fully."""
+    """Shard an abstract weight `array` by the names of its axes.
+
+    If the split is `in_parts`, also shard it along the mesh axes on which it would be replicated.
+    """
     in_use, why = spec_by_names(array, weight.axes, split)
     spec, replicated = in_use, split.spec_entry(replication_axes(weight))
     if split.in_parts and replicated is not None and weight.contracted is not None:
@@ -302,9 +316,10 @@ def place_weight(weight: NamedShape, array: Any, split: Split) -> PlacedWeight:
 
 
 def place_updates(weight: NamedShape, rank: int, split: Split) -> list[PlacedWeight]:
-    """Return the factors of the LoRA update of a weight, in f32: `[out, rank]` and `[rank, in]`.
+    """Return the two factors of the LoRA update of a weight, sharded like the weight.
 
-    Experts and weights that are used in no product have no update, and the list is empty.
+    They are `[out, rank]` and `[rank, in]`, in f32. The list is empty for experts and for weights
+    that are used in no product, which get no update.
     """
     if weight.contracted is None or "experts" in weight.axes:
         return []
@@ -322,12 +337,23 @@ def place_updates(weight: NamedShape, rank: int, split: Split) -> list[PlacedWei
 
 
 def _gathered_bytes(nbytes: int, count: int) -> int:
-    """Return the bytes that a device receives when `count` devices gather an array."""
+    """Return the bytes that a device receives when `count` devices gather an array of `nbytes`.
+
+    Each device already holds its own part.
+    """
     return nbytes - nbytes // count
 
 
 class _SplitEstimate:
-    """The bytes that one device holds, reads and receives in a step, with one split."""
+    """An estimate of the bytes that one device holds, reads and receives in a step, with one split.
+
+    **Arguments:**
+
+    - `model`: the shapes of the model.
+    - `step`: the step of decoding or fine-tuning.
+    - `split`: the split over devices.
+    - `placed`: a dict from the shapes of the weights to the weights with their shardings.
+    """
 
     def __init__(
         self,
@@ -380,7 +406,7 @@ class _SplitEstimate:
         )
 
     def cache(self) -> int:
-        """Return the bytes of the KV cache."""
+        """Return the bytes of the KV cache on a device, in all layers."""
         total = 0
         for kind in self.model.layers:
             length, batch = self.seen_tokens(kind), self.step.batch
@@ -392,13 +418,14 @@ class _SplitEstimate:
         return total
 
     def seen_tokens(self, kind: LayerKind) -> int:
-        """Return the number of tokens that attention sees in decoding."""
+        """Return how many tokens a new token attends to in decoding, in layers of this kind."""
         return min(self.step.length, kind.window or self.step.length)
 
     def read_weights(self) -> float:
-        """Return the bytes of weights that are read, three times in training.
+        """Return the bytes of weights that a device reads in a step.
 
-        Among the experts, only those that a token chooses are read.
+        Training reads them three times. An expert is read only if a token chooses it, so the
+        expected number of chosen experts counts.
         """
         model, tokens = self.model, self.tokens * self.split.expert
         unused = (1 - model.experts_per_token / model.experts) ** tokens
@@ -411,9 +438,10 @@ class _SplitEstimate:
     def activations(self) -> int:
         """Return the peak bytes of temporary arrays, in the largest layer or in the output head.
 
-        They are the results of products, attention scores in f32 with their softmax, this layer and
-        the next one gathered, and one weight materialized, because XLA unpacks weights. In training
-        there is a gradient for each of them, and each layer keeps its input.
+        They are the results of products, attention scores in f32 and their softmax, the gathered
+        weights of this layer and the next one (FSDP), and one materialized weight, because XLA
+        unpacks weights. In training, results and scores also have gradients, and each layer keeps
+        its input.
         """
         sides = 2 if self.is_training else 1
 
@@ -439,20 +467,21 @@ class _SplitEstimate:
         return inputs + max(logits, *map(of_layer, self.model.layers))
 
     def local_size(self, placed: PlacedWeight, axis: int) -> int:
-        """Return the size of an axis of a weight on one device, in use."""
+        """Return the size of an axis of a weight on one device, with the sharding in products."""
         return placed.weight.shape[axis] // self.split.count(placed.spec_in_use[axis])
 
     def unpacked_bytes(self, placed: PlacedWeight) -> int:
-        """Return the bytes of a quantized weight that is materialized; 0 for a dense weight."""
+        """Return the bytes on a device of a weight after materializing it; 0 if it is dense."""
         if not is_value(placed.array):
             return 0
         sharding = NamedSharding(self.split.mesh, placed.spec_in_use)
         return math.prod(sharding.shard_shape(placed.weight.shape)) * self.itemsize
 
     def received_for_model(self) -> Counter[tuple[str, ...]]:
-        """Return the bytes received for weights and activations, keyed by mesh axes.
+        """Return the bytes that a device receives in a step for weights and activations.
 
-        An all-reduce receives partial sums, and then totals. In training, the communication of a
+        The keys are the mesh axes of the devices that send them. In an all-reduce, a device
+        receives partial sums, and then totals. In training, the communication of a
         layer is repeated in the backward pass, and again when the layer is recomputed, except for
         its last all-reduce.
         """
@@ -489,9 +518,11 @@ class _SplitEstimate:
     def received_for_updates(
         self, updates: list[tuple[int, PlacedWeight]]
     ) -> Counter[tuple[str, ...]]:
-        """Return the bytes received for LoRA updates, keyed by mesh axes.
+        """Return the bytes that a device receives in a training step for LoRA updates.
 
-        Gradients are reduced. Updates that are fully sharded are gathered in both passes.
+        The keys are the mesh axes of the devices that send them. Gradients are summed over devices.
+        Fully sharded updates are gathered in the forward and in the backward pass. `updates` has
+        pairs of the number of layers and a factor from `place_updates`.
         """
         received = Counter[tuple[str, ...]]()
         for count, x in updates:

@@ -196,7 +196,10 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
 
 
 def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
-    """Give a rule a signature with operands of the given types. Return the rule."""
+    """Give a function `rule(*operands, **params)` a signature that `register` reads.
+
+    `kinds` are the types of the operands, as annotations. Return the function.
+    """
     parameter = inspect.Parameter
     operands = [
         parameter(f"x{i}", parameter.POSITIONAL_ONLY, annotation=kind)
@@ -208,9 +211,10 @@ def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
 
 
 def _restrict_to_annotations(rule: Callable) -> Callable | None:
-    """Return a rule that returns `NotImplemented` if the dtypes or shapes of operands do not fit.
+    """Return a variant of a rule that checks the dtypes and shapes in its annotations (jaxtyping).
 
-    Return None if no annotation of the rule states a dtype or shape.
+    If an operand does not fit, it returns `NotImplemented`, so that another rule is tried. Return
+    None if no annotation of the rule states a dtype or shape.
     """
     signature = inspect.signature(rule, eval_str=True)
     operands, more = [], []
@@ -268,15 +272,24 @@ class RefusesToMaterialise(ImplicitArray, abstract=True):
 
 
 class Delegating(ArrayValue):
-    """A Quax type that computes with a Veneer type."""
+    """A base of Quax types that compute with a Veneer type.
+
+    A subclass defines `to_veneer` and `from_veneer`, and `delegate` registers its rules.
+    """
 
     @abc.abstractmethod
     def to_veneer(self) -> ImplicitArray:
-        """Return the array as a Veneer type. Its `materialise` raises if this array's does."""
+        """Return this array as an array of the Veneer type.
+
+        If this array must not be materialized, `materialise` of the result raises an error.
+        """
 
     @abc.abstractmethod
     def from_veneer(self, ours: Any) -> Any:
-        """Convert a result of Veneer's rules to this type, with the settings of this array."""
+        """Convert `ours`, a result of a rule of the Veneer type, to this Quax type.
+
+        The result gets the settings of this array, such as `allow_materialise`.
+        """
 
     def materialise(self) -> Any:
         """Return the dense array, or raise if the Veneer type does."""
@@ -288,10 +301,11 @@ def delegate(cls: _T, names: Iterable[str], operands: int = 2) -> None:
 
     **Arguments:**
 
+    - `cls`: a subclass of `Delegating`.
     - `names`: the names of the primitives.
-    - `operands`: their number of operands. With two, one of them may have any type. If it is
-      another `Value`, Veneer's rule runs inside a nested `quaxify`, so that the other type's rules
-      apply too.
+    - `operands`: the number of operands of each primitive. With two, one of them may have any type.
+      If it is another `Value`, Veneer's rule runs inside a nested `quaxify`, so that the rules of
+      this other type apply too.
     """
     other = ArrayLike | _CoreValue
     for name in names:

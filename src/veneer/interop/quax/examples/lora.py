@@ -69,7 +69,7 @@ class LoraArray(Delegating):
 
     @property
     def w(self) -> Any:
-        """The weight, as derivatives see it."""
+        """The weight. With `stop_gradient`, derivatives treat it as a constant."""
         return lax.stop_gradient(self._w) if self.stop_gradient else self._w
 
     def aval(self) -> jax.core.ShapedArray:
@@ -82,7 +82,7 @@ class LoraArray(Delegating):
         return cls(self.w, self.a, self.b)
 
     def from_veneer(self, ours: Any) -> Any:
-        """Return a product unchanged: it is not a `LoraArray`."""
+        """Return `ours` unchanged: the result of a product is not a `LoraArray`."""
         return ours
 
 

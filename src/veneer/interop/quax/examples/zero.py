@@ -61,7 +61,10 @@ _Other = ArrayLike | ArrayValue
 
 
 def _result_struct(primitive: Primitive, operands: Any, params: dict[str, Any]) -> Any:
-    """Return the shape and dtype of the result. JAX checks the operands and the parameters."""
+    """Return the shape and dtype of the result of a primitive, as a `ShapeDtypeStruct`.
+
+    JAX raises an error if the operands or the parameters do not fit.
+    """
     abstract = lambda x: x.aval() if isinstance(x, Value) else jax.typeof(x)
     avals = [abstract(x) for x in operands]
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -69,7 +72,10 @@ def _result_struct(primitive: Primitive, operands: Any, params: dict[str, Any]) 
 
 
 def _register_zero_result(name: str, *kinds: Any) -> None:
-    """Register a rule of a primitive whose result is zero for these operands."""
+    """Register a rule of the primitive `name`, for operands of the types `kinds`.
+
+    The result is always a `Zero`.
+    """
     primitive = find_primitive(name)
 
     def rule(*operands: Any, **params: Any) -> Zero:
