@@ -495,6 +495,8 @@ def _record_product(
     """Record the operand `x` of a product, unless `x` belongs to a derivative or holds integers.
 
     If the product contracts other axes than `w.contracting`, only note these axes, for a warning.
+    `contracted` and `batch` are the contracted axes and the batch axes of the product. Each is a
+    pair: axes of `x`, and axes of `w`. `keep_operand` is as in `ObservedWeight.record`.
     """
     if _may_be_derivative():
         return
@@ -506,7 +508,10 @@ def _record_product(
 
 
 def _may_be_derivative() -> bool:
-    """Return whether an operand may be a tangent or a cotangent instead of an activation."""
+    """Return whether the current product may be part of a derivative.
+
+    Its operand may then be a tangent or a cotangent instead of an activation.
+    """
     return may_be_tangents() or is_in_derivative_part()
 
 

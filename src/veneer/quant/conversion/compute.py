@@ -131,7 +131,7 @@ def _quantize(
 
 
 def _has_cpu_kernel(array: jax.Array, params: QuantizeParams) -> bool:
-    """Return whether a CPU kernel can quantize the array, with the same bits as XLA."""
+    """Return whether a CPU kernel can quantize the array. Its result equals the result of XLA."""
     format = FORMATS[params.qtype]
     return (
         array.dtype == np.float32
@@ -172,9 +172,9 @@ def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks
 
 @dataclasses.dataclass(frozen=True)
 class _XlaReference:
-    """A hashable function that computes packed codes and scales by XLA.
+    """A hashable function that computes packed codes and scales by XLA operations.
 
-    On platforms other than CPUs, the kernel's primitive calls this function.
+    The primitive of the CPU kernel for quantization calls this function on other platforms.
     """
 
     params: QuantizeParams

@@ -274,7 +274,11 @@ def quantize_with_scale(
 
 
 def _fit_to_array(name: str, scale: Any, array: jax.Array) -> Any:
-    """Check the shape of a scale or zero point, and reshape a scalar to the rank of `array`."""
+    """Return a scale or zero point for `array`, with a scalar reshaped to the rank of the array.
+
+    **Raises:** `ValueError` if an axis size of `scale` does not divide the axis of `array`. `name`
+    is the name of the argument in the message: "scale" or "zero_point".
+    """
     if scale.ndim == 0 and not isinstance(scale, QArray):
         scale = scale.reshape((1,) * array.ndim)
     check_tiling(name, scale.shape, "an array", array.shape)

@@ -71,7 +71,10 @@ def _dynamic_codebook() -> list[float]:
 def _integer(
     name: str, bits: int | float, bound: float, source: str, calibration: str = "absmax"
 ) -> Format:
-    """Return an integer format, which is unsigned if `name` starts with "u"."""
+    """Return an integer format, which is unsigned if `name` starts with "u".
+
+    The arguments are fields of `Format`.
+    """
     # Codes of 4 and 16 bits have a dtype of that width. All other codes are in int8 or uint8.
     sign, width = "u" if name.startswith("u") else "", bits if bits in (4, 16) else 8
     dtype = jnp.dtype(f"{sign}int{width}")
@@ -84,7 +87,10 @@ def _float8(dtype: DTypeLike, source: str) -> Format:
 
 
 def _codebook_format(name: str, values: Sequence[int | float], source: str) -> Format:
-    """Return a format whose code i represents `values[i]`. Scales are `absmax / max(values)`."""
+    """Return a format whose code i represents `values[i]`, with scales `absmax / max(values)`.
+
+    `absmax` is the largest magnitude of a tile. `source` is a field of `Format`.
+    """
     bits = len(values).bit_length() - 1
     dtype = np.dtype(jnp.uint4 if bits == 4 else np.uint8)
     return Format(name, bits, dtype, float(max(values)), tuple(map(float, values)), source)
@@ -100,7 +106,10 @@ def _small_float(name: str, bits: int) -> Format:
 
 
 def _microscaling(name: str, element: Format) -> Format:
-    """Return a microscaling (MX) format: `element` with one power-of-two scale per 32 values."""
+    """Return a microscaling (MX) format: one power-of-two scale per 32 values.
+
+    `element` is the format of the codes, such as float8_e4m3fn.
+    """
     return dataclasses.replace(
         element,
         name=name,

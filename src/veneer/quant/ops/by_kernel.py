@@ -333,7 +333,10 @@ def _plan_matmul(
 
 
 def _as_rows(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> jax.Array:
-    """Return an array as `[B, M, K]`, with the batch, free and contracted axes merged."""
+    """Return an operand as `[B, M, K]`: its batch, free and contracted axes, each group merged.
+
+    `batch` and `contracted` are axes of `x`. All other axes are free.
+    """
     free = []
     for axis in range(x.ndim):
         if axis not in batch and axis not in contracted:

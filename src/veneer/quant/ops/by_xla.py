@@ -123,7 +123,7 @@ def plan_values(product: QuantizedProduct) -> Plan | None:
 
     The scales of an operand are applied to the output if they do not vary along the contracted
     axes. Otherwise the operand is dequantized first. Return None if `product.can_scale_output` is
-    False, or if the sums have no terms.
+    False, or if a contracted axis has size 0.
     """
     if not product.can_scale_output or product.terms == 0:
         return None
@@ -180,9 +180,9 @@ def has_block_scaled_matmul() -> bool:
 def find_code_product(product: QuantizedProduct) -> tuple[str, int, Shape] | None:
     """Return how XLA multiplies the codes of both operands, or None if XLA must dequantize them.
 
-    **Returns:** a triple `(kind, tile_count, tile_sizes)`. The kind is "integer" or "float8". The
-    contracted axes are cut into `tile_count` tiles, which are summed separately. `tile_sizes` has
-    the size of a tile along each contracted axis.
+    **Returns:** a triple `(kind, tile_count, tile_sizes)`. The kind of codes is "integer" or
+    "float8". The contracted axes are cut into `tile_count` tiles, which are summed separately.
+    `tile_sizes` has the size of a tile along each contracted axis.
     """
     # Both operands must be QArrays without minima, and the result must be a float.
     lhs, rhs = product.operands

@@ -152,7 +152,10 @@ def _plan_convolution(
 
 
 def _plan_codes(lhs: QArray, rhs: QArray, params: dict[str, Any], out_dtype: jnp.dtype) -> Plan:
-    """Return a plan that convolves the codes of both operands and scales the output."""
+    """Return a plan that convolves the codes of both operands and scales the output.
+
+    `params` are the keyword arguments of `lax.conv_general_dilated`.
+    """
     compute = functools.partial(
         _scale_sums_of_codes, params=tuple(params.items()), out_dtype=out_dtype
     )
@@ -182,7 +185,10 @@ def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool
 def _scale_sums_of_codes(
     lhs: QArray, rhs: QArray, params: tuple[tuple[str, Any], ...], out_dtype: Any
 ) -> jax.Array:
-    """Convolve codes, and scale the sums. `params` are keyword arguments as hashable pairs."""
+    """Convolve the codes of both operands, and scale the sums.
+
+    `params` are the keyword arguments of `lax.conv_general_dilated`, as hashable pairs.
+    """
     dtype, kwargs = accumulator(out_dtype), dict(params)
     if have_byte_codes(lhs, rhs):
         sums = _sum_integers(lhs, rhs, kwargs, dtype)

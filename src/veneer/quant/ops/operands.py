@@ -212,6 +212,7 @@ def unscaled(q: QArray, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
 
     **Arguments:**
 
+    - `q`: the array.
     - `dtype`: the float dtype of the values.
 
     **Returns:** a pair: the values, which are decoded codes minus zero points, and the scales, in

@@ -310,8 +310,9 @@ def split_minimum(
 def _minimum_term(product: QuantizedProduct, x: Operand, q: QArray, side: int) -> jax.Array:
     """Return the part of a product that the minima of the operand `q` contribute.
 
-    It is the product of the sums of the other operand `x` over the tiles of `q`, and the minima.
-    `product` has the same axes, and `side` is 0 if `q` is lhs and 1 if it is rhs.
+    This part is the product of the minima of `q` and the sums of the other operand `x` over the
+    tiles of `q`. The dimension numbers and the dtype of the result are as in `product`. `side` is 0
+    if `q` is lhs and 1 if it is rhs.
     """
     dtype = jnp.dtype(product.out_dtype)
     minima = q.minima()

@@ -392,7 +392,8 @@ def _limit_memory(
     """Divide the weights into stages (groups) whose second moments fit in `memory` bytes.
 
     A weight that does not fit is the only weight of its stage. `axes` is a dict from the path of
-    each weight to its contracted axes. If `memory` is None, there is only one stage.
+    each weight to its contracted axes. If `memory` is None, there is only one stage. A stage is a
+    dict from paths to None, which means all matrices of the weight.
     """
     leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
     stages: list[dict[str, None]] = [{}]
@@ -419,6 +420,9 @@ def _order_stages(statistics: Mapping[str, ActivationStatistics]) -> list[Stage]
     **Arguments:**
 
     - `statistics`: the statistics of the activations, by path, in the order of the program.
+
+    **Returns:** the stages in order. Each is a dict from paths to the indices of the stacked
+    matrices, such as layers, that are rounded in this stage.
     """
     stages: list[dict[str, list[int]]] = []
     previous: Any = None

@@ -159,7 +159,11 @@ class Tuner:
         dense = arrays_only(dense_leaves)
 
         def loss(state: Any, arrays: Any, dense: Any, args: Any) -> jax.Array:
-            """Return the loss of one batch, `args`, with the trained variables `state`."""
+            """Return the loss of one batch, `args`, with the trained variables `state`.
+
+            `arrays` and `dense` are the arrays of the quantized tree before training and of the
+            dense tree.
+            """
             outputs = implicit(self._program)(tuned.tree(state, arrays), *args)
             dense_params = jax.tree.unflatten(treedef, replace_arrays(dense_leaves, dense))
             expected = self._program(dense_params, *args)

@@ -252,8 +252,9 @@ class _Convolution(TrainingProduct):
     ) -> list[tuple[int, int]]:
         """Return the padding that gives the gradient of operand `side` the size of the operand.
 
-        `images`, `kernel` and `output` are the sizes of the spatial axes in the forward product. A
-        convolution of n entries with a window of w has `n + before + after - w + 1` outputs.
+        `images`, `kernel` and `output` are the sizes of the spatial axes in the forward product.
+        Return a pair `(before, after)` per spatial axis. A convolution of n entries with a window
+        of w has `n + before + after - w + 1` outputs.
         """
         dilate = lambda size, dilation: 0 if size == 0 else 1 + dilation * (size - 1)
         padding = []

@@ -297,7 +297,7 @@ def quantized_product(
 def _forward(
     recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, other_operands: Sequence[Any], key: Any
 ) -> tuple[jax.Array, Any]:
-    """Return the product, and the residuals for `_backward`."""
+    """Return a pair: the result of `quantized_product`, and the residuals for `_backward`."""
     operands = zip(recipe.operands, (lhs, rhs), strict=True)
     quantized = [options.quantize(x) for options, x in operands]
     out = recipe.product.multiply(*quantized, *other_operands)
@@ -315,8 +315,8 @@ def _can_reuse_codes(
 ) -> bool:
     """Return whether the gradient of operand `1 - side` can use the codes of operand `side`.
 
-    Operand 0 is lhs, and operand 1 is rhs. `q` is operand `side`, as quantized in the forward pass.
-    `lhs` and `rhs` are dense.
+    If not, operand `side` is quantized again. Operand 0 is lhs, and operand 1 is rhs. `q` is
+    operand `side`, as quantized in the forward pass. `lhs` and `rhs` are dense.
     """
     if not product.has_gradients_on_codes:
         return True
@@ -388,8 +388,8 @@ def _dense_gradient(
 ) -> jax.Array:
     """Return the gradient of operand `side` in floating point, by JAX's transpose of the product.
 
-    `g` and the other operand are quantized and dequantized. The arguments are as in
-    `_gradient_on_codes`.
+    `g` and the other operand are quantized and dequantized. `other_operands` are as in
+    `quantized_product`, and the other arguments as in `_gradient_on_codes`.
     """
     product, backward, other = recipe.product, recipe.backward[side], saved[1 - side]
     axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))
