@@ -7,7 +7,7 @@ version, so that it can be deleted with the support for that version.
     tracing             the current trace; types, manual axes and known entries of traced arrays
     primitives          lookup of primitives, jaxprs, scans, shardings, lowering of primitives
     derivatives         custom derivatives and batching rules, and a named scope for tangents
-    frames              the user's source line, and notes on errors of calling functions of JAX
+    frames              the user's source line, and notes on errors that functions of JAX raise
     export              serialization of metadata for `jax.export`
     hijax               names for high types; imported only by programs that use high types
 """

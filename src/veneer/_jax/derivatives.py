@@ -60,7 +60,10 @@ RootLinearMap: Any = getattr(solves, "_RootLinearMap", _Absent)
 
 
 def get_operand_structure(operands: Any) -> Any:
-    """Return the tree structure of operands as the parameter `in_tree` of `custom_vmap` has it."""
+    """Return the tree structure of `operands`, in the form of the parameter `in_tree`.
+
+    `in_tree` is a parameter of the primitive that `jax.custom_batching.custom_vmap` binds.
+    """
     registry = getattr(custom_batching, "tracing_registry", None)  # JAX >= 0.12
     return registry.flatten(operands)[1] if registry else jax.tree.structure(operands)
 

@@ -59,7 +59,7 @@ HiPrim: Any = getattr(jax_hijax, "HiPrim", None) or jax_hijax.VJPHiPrimitive
 
 
 def get_jit_options(jitted: Any) -> Any:
-    """Return the options of a jitted function, as `jit_with_options` takes them."""
+    """Return the `jax.jit` options of a jitted function, as `jit_with_options` takes them."""
     return jitted._jit_info
 
 
@@ -83,10 +83,10 @@ def has_result_placement(options: Any) -> bool:
 
 
 def extend_options_to_pair(options: Any) -> Any:
-    """Return options of `jax.jit` for a function whose result becomes the pair `(result, extra)`.
+    """Adapt options of `jax.jit` to a function that returns `(result, extra)` instead of `result`.
 
-    `out_shardings` and the layouts of results still apply to `result`. JAX chooses them for
-    `extra`.
+    `out_shardings` and the layouts of results still apply to `result`. JAX chooses the shardings
+    and layouts of `extra`.
     """
 
     def extend(name: str) -> dict[str, Any]:
@@ -175,10 +175,10 @@ def call_jvp_rule(
 def call_transpose_rule(
     primitive: Primitive, cotangents: Sequence[Any], operands: Sequence[Any], params: dict[str, Any]
 ) -> None:
-    """Call JAX's transpose rule of a primitive.
+    """Call JAX's transpose rule of a primitive, and accumulate the cotangents of linear operands.
 
-    In `operands`, each linear operand is replaced by an accumulator (`GradAccum`), to which the
-    cotangent of the operand is added.
+    `cotangents` are the cotangents of the results. In `operands`, each linear operand is replaced
+    by an accumulator (`GradAccum`), to which the rule adds the cotangent of the operand.
     """
     cts: Any = list(cotangents) if primitive.multiple_results else cotangents[0]
     if primitive in ad.fancy_transposes:
@@ -198,7 +198,7 @@ def holds_tracers(leaves: Sequence[Any]) -> bool:
 def stage_constant(x: Any) -> Any:
     """Return a concrete array as a tracer, if a jaxpr is being traced. Otherwise return `x`.
 
-    JAX < 0.12 rejects a rule that returns a concrete array there.
+    While a jaxpr is traced, JAX < 0.12 rejects a rule that returns a concrete array.
     """
     trace = core.trace_ctx.trace
     if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(x, "dtype") and isinstance(x, jax.Array):

@@ -74,12 +74,18 @@ def find_primitive(name: str) -> Primitive:
 
 
 def get_special_implementation(name: str) -> Callable[..., Any]:
-    """Return the function of `jax.lax` that JAX lowers a special function such as igamma to."""
+    """Return the function by which JAX lowers the primitive `name`, a special function.
+
+    It computes, for example, `igamma` by other primitives.
+    """
     return getattr(special, f"{name}_impl")
 
 
 def get_sparse_implementation(name: str) -> Callable[..., Any]:
-    """Return the function that JAX lowers a primitive of `jax.experimental.sparse` to."""
+    """Return the function by which JAX lowers the primitive `name` of `jax.experimental.sparse`.
+
+    It computes, for example, `bcoo_dot_general` by other primitives.
+    """
     from jax.experimental.sparse import bcoo
 
     return getattr(bcoo, f"_{name}_impl")
@@ -89,17 +95,20 @@ def get_sparse_implementation(name: str) -> Callable[..., Any]:
 
 
 def close_jaxpr(jaxpr: Any) -> Any:
-    """Return a closed jaxpr, as `jaxpr_as_fun` takes it. An open jaxpr must have no constants."""
+    """Return an open or closed jaxpr as a closed jaxpr. An open jaxpr must have no constants."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
-    """Return a jaxpr that takes the constants of `closed` as first inputs, and the constants."""
+    """Return a pair: an open jaxpr, and the list of the constants of the closed jaxpr `closed`.
+
+    The open jaxpr takes the constants as its first inputs.
+    """
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
 def contained_jaxpr(params: dict[str, Any]) -> Any:
-    """Return the jaxpr in the parameters of a call, such as `closed_call`."""
+    """Return the jaxpr in `params`, the parameters of a primitive such as `closed_call`."""
     return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]  # JAX >= 0.12
 
 
@@ -131,9 +140,10 @@ def is_or_contains(primitive: Primitive, params: dict[str, Any], name: str) -> b
 def evaluate_jaxpr(
     jaxpr: Any, operands: Sequence[Any], run: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """Evaluate a closed jaxpr. `run(equation, operands)` returns the results of an equation.
+    """Evaluate a closed jaxpr by calling `run(equation, operands)` for each equation.
 
-    Each equation runs with the source line and the named scopes that it was traced with.
+    `run` returns the results of the equation. It is called with the source line and the named
+    scopes with which the equation was traced.
     """
     opened, constants = open_jaxpr(jaxpr)
     env = dict(zip(opened.invars, [*constants, *operands], strict=True))
@@ -225,7 +235,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def compile_when_eager(primitive: Primitive) -> None:
-    """Set the eager implementation of a primitive of ours: compile the primitive and run it."""
+    """Set the implementation of a new primitive outside of `jax.jit`: compile it and run it."""
 
     @lru_cache(maxsize=1024)
     def compiled(params: tuple[tuple[str, Any], ...]) -> Callable:
@@ -244,7 +254,7 @@ def require_devices_for_lowering(primitive: Primitive) -> None:
 
 
 def wrap_lowering(primitive: Primitive, platform: str, rule: Callable[..., Any]) -> None:
-    """Replace the lowering rule of a primitive on a platform.
+    """Replace the lowering rule of a primitive on a platform, such as "cpu".
 
     JAX then calls `rule(former_rule, ctx, *operands, **params)`.
     """
@@ -254,10 +264,10 @@ def wrap_lowering(primitive: Primitive, platform: str, rule: Callable[..., Any])
 
 
 def find_partition_spec(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
-    """Return the `PartitionSpec` on a mesh of a sharding that XLA's partitioner chose.
+    """Convert a sharding that XLA's partitioner chose to a `PartitionSpec` for a mesh.
 
-    The result is an empty spec if no spec can express the sharding. For example, the partitioner
-    can split an array over a part of a mesh axis.
+    `ndim` is the rank of the sharded array. The result is an empty spec if no spec can express the
+    sharding. For example, the partitioner can split an array over a part of a mesh axis.
     """
     try:
         return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)[0]

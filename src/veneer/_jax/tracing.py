@@ -74,7 +74,7 @@ def is_differentiated(x: Any) -> bool:
 
 
 def has_numeric_dtype(x: Any) -> bool:
-    """Return whether an array or its type is neither a `jax.Ref` nor of dtype `float0`."""
+    """Return whether `x`, an array or its type, is neither a `jax.Ref` nor of dtype `float0`."""
     is_reference = isinstance(x, jax.Ref | jax.ref.AbstractRef)
     return not is_reference and getattr(x, "dtype", None) != jax.dtypes.float0
 
@@ -95,7 +95,10 @@ def mapped_axis(x: Any) -> Any:
 
 
 def set_operand_conversion(cls: type, convert: Callable[[Any], Any]) -> None:
-    """Let JAX convert operands of a class by `convert`. A class can be set only once."""
+    """Let JAX functions convert operands of the class `cls` to arrays by `convert`.
+
+    Call this only once for each class.
+    """
     dtypes.register_canonicalize_value_handler(cls, convert)
 
 
@@ -105,13 +108,16 @@ def set_type_function(cls: type, type_of: Callable[[Any], Any]) -> None:
 
 
 def find_mesh(types: Sequence[Any]) -> Any:
-    """Return the mesh of the first of some array types that has a mesh, or the empty mesh."""
+    """Return the mesh of the first array type in `types` that has a mesh, or the empty mesh."""
     meshes = [aval.sharding.mesh for aval in types if isinstance(aval, core.ShapedArray)]
     return next((mesh for mesh in meshes if not mesh.empty), empty_abstract_mesh)
 
 
 def abstract_array(aval: Any) -> Any:
-    """Return a `ShapeDtypeStruct` with the sharding and the varying manual axes of a type."""
+    """Return an array type, such as `jax.typeof(x)`, as a `ShapeDtypeStruct`.
+
+    It has the same sharding and the same varying manual axes (see `varying_axes`).
+    """
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.mat
     )
@@ -135,7 +141,10 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
 
 
 def vary_along(axes: Sequence[str], x: Any) -> Any:
-    """Return `x`, typed as varying along manual axes. Collectives require such operands."""
+    """Return `x`, typed as varying along manual mesh axes, as collectives require.
+
+    In a `shard_map`, an array varies along a mesh axis if its devices may hold different values.
+    """
     return insert_collective_pvary(tuple(axes), x) if axes else x
 
 

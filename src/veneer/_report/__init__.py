@@ -190,7 +190,7 @@ _INTERMEDIATES = "intermediates"  # the name of the group of events without a we
 
 
 class EventRow(NamedTuple):
-    """A row of a table: how a primitive ran (its event), and how often in the group."""
+    """A row of the table of a report: an event, and how often an equal event occurred."""
 
     event: Event
     weights: str  # the joined paths of the weights of the event, or "intermediates"
@@ -203,7 +203,7 @@ class EventRow(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """The texts of the cells: primitive, operands, count, what ran, and materialized bytes."""
+        """The texts of the cells: primitive, operands, count, rule if any, materialized bytes."""
         event = self.event
         if event.rule is not None:
             details = f": {event.how_and_why}" if event.how else ""
@@ -314,7 +314,7 @@ def _table(bodies: list[str], *, last_heading: str) -> str:
 
 
 def _table_body(group: EventGroup, title: str, source: str, last_cells: list[str]) -> str:
-    """Return a `tbody` element: a title row, and a row for each event of the group.
+    """Return an HTML `tbody` element: a title row, and a row for each event of the group.
 
     The title row has the title, the number of materialized bytes and `source`: HTML that shows
     source code. `last_cells` has the text of the last cell of each other row.

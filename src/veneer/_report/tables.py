@@ -71,9 +71,10 @@ def text_table(
 
 
 def _natural_widths(headings: Cells, all_rows: Rows, right: Collection[str]) -> list[int]:
-    """Return the width of each column if no cell is wrapped.
+    """Return the width that each column needs for its cells without wrapping.
 
-    Only the headings in `right`, of columns with numbers, are wrapped at spaces.
+    Headings are not wrapped either, except those in `right`, of columns with numbers: they are
+    wrapped at spaces.
     """
     words = [heading.split() if heading in right else [heading] for heading in headings]
     rows = [row for row in all_rows if not isinstance(row, str) and row != headings]
@@ -84,8 +85,8 @@ def _natural_widths(headings: Cells, all_rows: Rows, right: Collection[str]) -> 
 def _fit_widths(natural: Sequence[int], is_number: Sequence[bool], room: int) -> list[int]:
     """Return column widths whose sum is at most `room`, if possible.
 
-    `natural` has the widths of columns that are not wrapped. Columns of numbers keep them. The
-    other columns get a common maximum.
+    `natural` has the widths of the columns without wrapping. Columns of numbers (`is_number`) keep
+    these widths. The other columns get a common maximum.
     """
     text_widths = [n for n, keeps in zip(natural, is_number, strict=True) if not keeps]
     text_room = room - (sum(natural) - sum(text_widths))
