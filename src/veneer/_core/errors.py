@@ -13,7 +13,10 @@ from .tree import CHECK_METHODS, check_metadata, checks_of
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package, which is not on PyPI yet."""
+    """Return the `pip` command, as text, that installs this package with an extra such as "numba".
+
+    It installs from a clone of the repository, because the package is not on PyPI yet.
+    """
     return f"pip install '.[{extra}]' in a clone of the repository"
 
 
@@ -154,7 +157,7 @@ def reject_derivatives(value: Any, error: Exception | None = None) -> None:
 
 
 class _EndlessRuleError(RecursionError):
-    """The error for a rule that calls itself without an end."""
+    """A `RecursionError` whose message already names the rule that calls itself."""
 
 
 def endless_rule_error(error: RecursionError, call_rule: Callable) -> RecursionError:

@@ -289,7 +289,11 @@ def must_replay_events(policy: Policy) -> bool:
 
 
 def emit_events(events: Iterable[Event]) -> None:
-    """React to events as the current policy says: record, collect, warn, raise or call back."""
+    """React to each event according to the current policy.
+
+    The reaction is to add the event to a list, to warn, to raise an error, or to call the user's
+    function. Events that materialized nothing are only added to lists.
+    """
     policy = _policy.value
     for event in events:
         if policy is RECORD:

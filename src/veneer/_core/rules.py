@@ -386,7 +386,10 @@ def add_rule(
 
 
 def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], name: str) -> None:
-    """Raise `ValueError` if `rule` would replace one of the `rules` that another module added."""
+    """Raise `ValueError` if `rule` would replace one of the `rules` that another module added.
+
+    `rules` are the rules of a primitive or jitted function, and `name` is its name.
+    """
     signature = lambda r: (r.operands, r.variadic, r.precedence, r.conditional, r.swapped)
     module = rule.function.__module__
     for other in rules:

@@ -1,4 +1,4 @@
-"""`Lazy`: a deferred computation, run once when its result is needed."""
+"""`Lazy`: an array that stores a function and its operands, and is computed when it is used."""
 
 import contextlib
 import copy

@@ -385,7 +385,11 @@ class _Metadata(tuple):
 
 
 def _unflatten(metadata: tuple[Names], leaves: Iterable[Any]) -> Named:
-    """Create a `Named` without checks. If JAX changed the rank of the array, adapt the names."""
+    """Create a `Named` from its pytree metadata and leaf, without checks.
+
+    If a transformation has changed the rank of the array, drop the names of removed axes, and give
+    new leading axes no name.
+    """
     (array,), (names,) = leaves, metadata
     value = object.__new__(Named)
     rank = _rank(array)

@@ -128,7 +128,7 @@ def show(unit: Unit | None) -> str:
 
 
 def _library(unit: Any) -> str | None:
-    """Return the module that defines a unit, or None for another object."""
+    """Return the name of the module that defines a unit, such as "pint", or None for a non-unit."""
     for name, cls in _CLASSES.items():
         module = sys.modules.get(name)
         if module is not None and isinstance(unit, getattr(module, cls)):
@@ -209,7 +209,7 @@ class Measured:
         return entries is not None and bool(np.all((entries == 0) | ~np.isfinite(entries)))
 
     def in_unit(self, unit: Unit | None) -> Any:
-        """Return the array converted to a unit."""
+        """Return the numbers of the operand, converted to `unit`."""
         is_same = self.unit is unit or (self.unit is None and self.fits_any_unit)
         return self.array if is_same else convert(self.array, self.unit, unit)
 

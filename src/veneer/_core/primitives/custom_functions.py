@@ -174,7 +174,11 @@ def flatten_values(values: Sequence[Any]) -> tuple[list[Any], Callable, Callable
 
 
 class _OutputsAsArrays:
-    """A converter of outputs that are labels (types with one leaf, the dense array) to arrays."""
+    """A converter between the outputs of a function, which may be labels, and dense arrays.
+
+    A label is an implicit array whose only leaf is the dense array. `wrap` converts the outputs of
+    a function to arrays, and `rebuild` converts the arrays back to labels.
+    """
 
     def __init__(self, primitive: Primitive):
         self.primitive = primitive
@@ -197,7 +201,7 @@ class _OutputsAsArrays:
         return run_to_arrays
 
     def rebuild(self, arrays: Sequence[Any]) -> list[Any]:
-        """Convert arrays back to labels where the wrapped function returned labels."""
+        """Convert arrays back to labels where the function given to `wrap` returned labels."""
         # A `fwd` returns residuals before the outputs, so the last trees belong to the outputs.
         trees = self.trees[len(self.trees) - len(arrays) :]
         return [jax.tree.unflatten(t, [x]) for t, x in zip(trees, arrays, strict=True)]

@@ -84,7 +84,10 @@ def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
 
 
 def _name_of(params: dict[str, Any]) -> str | None:
-    """Return the name of a jitted function. None for a lambda, or if JAX may inline the `jit`."""
+    """Return the name of a jitted function, given the parameters of its `jit` equation.
+
+    Return None for a lambda, or if JAX may inline the `jit`.
+    """
     name = params["name"]
     return None if name == "<lambda>" or is_inlined(params) else name
 

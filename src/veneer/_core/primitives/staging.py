@@ -99,7 +99,7 @@ class StagedProgram:
         return self.out_trees[i], self.out_avals[i]
 
     def abstract_outputs(self) -> list[Any]:
-        """Return the outputs with abstract leaves."""
+        """Return the outputs of the program, dense or implicit, with abstract leaves."""
         return list(map(abstract_value, self.out_trees, self.out_avals))
 
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:

@@ -177,7 +177,7 @@ def _on_dense(name: str) -> Callable[..., Any]:
 
 
 def _scalar(convert: Callable) -> Callable[[Any], Any]:
-    """Return a method that converts the dense array to a Python number."""
+    """Return a method that converts the dense array to a number by `convert`, such as `int`."""
     return lambda self: convert(materialise(self))
 
 

@@ -89,7 +89,7 @@ def _check_result(fn: Callable, value: Any, x: Any) -> None:
 
 @jax.custom_jvp
 def _with_derivative_of(value: Any, x: Any) -> Any:
-    """Return the array `value`, with the tangent of `x` in derivatives."""
+    """Return the array `value`. Its derivatives are the derivatives of `x`, not of `value`."""
     del x
     return value
 
@@ -155,14 +155,17 @@ def _is_straight(x: Any) -> bool:
 
 
 def _tangent_of_dense(x: Any, tangent: Any) -> Any:
-    """Return the dense tangent of an operand. A `StraightThrough` has the tangent of `source`."""
+    """Return the dense tangent of an operand `x`, given `tangent`, with the structure of `x`.
+
+    The dense tangent of a `StraightThrough` is the tangent of the dense array of its `source`.
+    """
     if not isinstance(x, StraightThrough):
         return tangent
     return jax.jvp(materialise_one, (x.source,), (tangent.source,))[1]
 
 
 def _tangent_of_result(out: Any, tangent: Any) -> Any:
-    """Convert `tangent`, of the dense array of `out`, to a tangent with the structure of `out`."""
+    """Return the tangent of a result `out`, given `tangent`, the tangent of its dense array."""
     if not isinstance(out, StraightThrough):
         return tangent
     return StraightThrough(jax.tree.map(zero_from_primal, out.value), tangent)

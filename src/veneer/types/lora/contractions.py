@@ -87,7 +87,7 @@ def norm(w: Any, axes: Iterable[int]) -> jax.Array:
 
 
 def divide_by_norm(magnitude: Any, norms: jax.Array) -> jax.Array:
-    """Return `magnitude / norms`, with constant norms. A norm of 0 counts as 1."""
+    """Return `magnitude / norms` without a gradient for `norms`. A norm of 0 counts as 1."""
     norms = lax.stop_gradient(norms)
     return jnp.asarray(magnitude) / jnp.where(norms > 0, norms, 1)
 

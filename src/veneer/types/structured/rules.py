@@ -52,12 +52,18 @@ class VectorLayout:
         return lax.transpose(y, self.result_axes)
 
     def from_result(self, y: Any) -> Any:
-        """Invert `to_result`."""
+        """Return the products of matrix and vectors, given the result of the `dot_general`.
+
+        This is the inverse of `to_result`.
+        """
         y = lax.transpose(y, invert_permutation(self.result_axes))
         return y.reshape(*y.shape[: len(self.lead)], math.prod(self.free), y.shape[-1])
 
     def from_vectors(self, vectors: Any) -> Any:
-        """Invert `to_vectors`. All leading axes of the matrix must be batch axes."""
+        """Return the dense operand, given its vectors `[*lead, k, n]`: the inverse of `to_vectors`.
+
+        All leading axes of the matrix must be batch axes.
+        """
         x = vectors.reshape(*self.lead, *self.free, self.length)
         return lax.transpose(x, invert_permutation(self.dense_axes))
 
