@@ -203,11 +203,13 @@ _functions: "dict[Any, JittedFunction]" = {}  # by the function and its keywords
 class JittedFunction:
     """A jitted function, such as `jnp.linalg.det`, that has rules like a primitive.
 
-    It has static keywords, and the attributes of a primitive. The primitives inside
-    `jnp.linalg.det` do not show that they compute a determinant. So the rule of `jit` compares each
-    equation with the functions that have rules: by the name, and by the jaxpr for operands of the
-    same types, traced directly or under `jax.vmap`. The derivative of a function has another jaxpr
-    and is not recognized.
+    `keywords` are the static keywords with which it is called. It has the attributes of a primitive
+    that dispatch needs.
+
+    The primitives inside `jnp.linalg.det` do not show that they compute a determinant. So the rule
+    of `jit` compares each `jit` equation with the functions that have rules: by the name, and by
+    the jaxpr for operands of the same types, traced directly or under `jax.vmap`. The derivative of
+    a function has another jaxpr and is not recognized.
     """
 
     multiple_results = True

@@ -1,7 +1,7 @@
-"""The trace of `implicit`, and `run`, which calls a function with the rules in force.
+"""The trace of `implicit`, and functions that call a function in this trace.
 
-"With the rules in force" means that implicit values are tracers of this trace, so that primitives
-with such an operand run by rules. All other primitives run in the trace outside of `implicit`.
+Implicit values are tracers of this trace, so that primitives with such an operand run by rules. All
+other primitives run in the trace outside of `implicit`.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class ImplicitTrace(Trace):
 
     @classmethod
     def run(cls, program: Callable, values: Sequence[Any]) -> list[Any]:
-        """Return the list `program(*values)`, computed with the rules in force.
+        """Return the list `program(*values)`, in which implicit values use their rules.
 
         Unlike `redispatch`, use a trace even if all `values` are dense, because the program may
         build implicit values from them.
@@ -185,10 +185,10 @@ def call_program(program: Program) -> Any:
 
 
 def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `function(*args, **kwargs)` with the rules of the implicit arguments in force.
+    """Call `function(*args, **kwargs)`, in which implicit arguments use their rules.
 
-    `function` must not capture implicit arrays. A function of a user may capture some, so call it
-    with `vn.implicit`.
+    `function` must not capture implicit arrays. A user's function may capture some, so call such a
+    function with `vn.implicit` instead.
     """
     return run(call_program, (function, args, kwargs))
 

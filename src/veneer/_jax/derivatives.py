@@ -143,8 +143,9 @@ def _put_tangent_in_scope(primitive: Primitive, rule: Callable, is_on: Callable)
 def _put_custom_rule_in_scope(process: Callable, is_on: Callable) -> Callable:
     """Wrap `process`, the method by which a trace runs `custom_jvp` functions.
 
-    The rule of the user runs in the scope `TANGENT_SCOPE`, for the tangents. The function itself
-    runs outside, for the primal results. Nothing changes while `is_on()` is False.
+    The derivative rule of such a function runs in the scope `TANGENT_SCOPE`, for the tangents. The
+    function itself runs outside of the scope, for the primal results. Nothing changes while
+    `is_on()` is False.
     """
 
     @wraps(process)

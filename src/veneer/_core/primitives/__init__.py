@@ -15,7 +15,7 @@ Rules of other primitives:
 
 Tools for rules:
 
-    staging             programs traced again on leaves, with the rules in force
+    staging             programs traced again on the leaves of implicit operands
     scopes              the place in a program where a primitive is bound
     leaves              labels, leaf layouts, and primitives that move elements in each leaf
     axes                the axes of reshapes and products

@@ -1,13 +1,14 @@
 """Rules of functions that define their own derivative, transpose, batching rule or solver.
 
 A `custom_jvp` or `custom_vjp` function is rebuilt as a function of leaves, with JAX's public
-decorators. Its derivative with respect to an implicit operand is the user's rule at the dense
-array, composed with the derivative of `materialise`. The rules of users take and return dense
+decorators. Its derivative with respect to an implicit operand is its own derivative rule at the
+dense array, composed with the derivative of `materialise`. Derivative rules take and return dense
 tangents and cotangents, so implicit outputs are materialized. Only labels (types whose only leaf is
 the dense array) are not: the tangent or cotangent of a label is a label with the same metadata.
 
 For the other primitives (`linear_call`, `custom_vmap_call`, `custom_linear_solve`), the functions
-of the user are staged: traced again as programs on leaves, with the rules in force.
+in their parameters are staged: traced again as programs on leaves, in which implicit operands use
+their rules.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ def _custom_jvp_call(
 def _run_jvp(
     run_later: Callable, fun: Any, has_scope_query: bool, jvp: Callable, *args: Any
 ) -> list[Any]:
-    """Run the derivative rule `jvp` of a `custom_jvp` function `fun`, with our rules in force.
+    """Run the derivative rule `jvp` of a `custom_jvp` function `fun` on dense and implicit arrays.
 
     `args` are the primals and then their tangents. Return the primal outputs and then their
     tangents. The primal outputs are computed by `fun` instead of `jvp` in two cases: if one of our
@@ -217,9 +218,9 @@ def instantiate(tangent: Any) -> Any:
 
 
 def _fill_zeros(tangent: Any, symbolic_zeros: bool) -> Any:
-    """Convert a tangent or cotangent for the derivative rule of the user.
+    """Convert a tangent or cotangent for the derivative rule of a `custom_jvp` or `custom_vjp`.
 
-    If the user did not set `symbolic_zeros`, replace a symbolic zero by an array of zeros.
+    If the rule was defined without `symbolic_zeros=True`, replace a symbolic zero by an array.
     """
     if isinstance(tangent, Value):  # a label, whose leaf may be a symbolic zero
         (leaf,) = jax.tree.leaves(tangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
@@ -245,10 +246,10 @@ def dense_function_of(value: Value, selected: Sequence[bool]) -> tuple[Callable,
 
 
 def combine_tangents(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
-    """Return the tangent of an operand for the derivative rule of the user.
+    """Return the tangent of an operand, as the derivative rule of a `custom_jvp` takes it.
 
     `tangents` has the tangent of each leaf of the operand `value`. `symbolic_zeros` is the option
-    of the same name that the user set for the rule.
+    with which the rule was defined: if False, the rule takes no symbolic zeros.
     """
     if is_label(value) and jnp.issubdtype(value.aval().dtype, jnp.inexact):
         return _fill_zeros(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
@@ -371,7 +372,7 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
     def batch_leaves(
         axis_size: int, in_batched: Sequence[bool], *leaves: Any
     ) -> tuple[list[Any], list[bool]]:
-        """Run the user's batching rule on the values with these leaves.
+        """Run the batching rule of the `custom_vmap` function on operands, given their leaves.
 
         **Returns:** the leaves of the outputs, and for each output whether it is batched.
         """
@@ -464,10 +465,11 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
 
 @structural("call_hi_primitive")
 def _call_hi_primitive(*values: Any, **params: Any) -> Any:
-    """Run custom_root, or another function that JAX 0.12 defines as a high primitive.
+    """Run `custom_root`, or another function that JAX 0.12 defines as a high primitive.
 
     A high primitive is an object whose method `expand` computes the function by other primitives.
-    The functions of custom_root run with our rules. The initial guess and the root are dense.
+    In the functions that `custom_root` takes, implicit arrays use their rules. The initial guess
+    and the root are dense.
     """
     (high,) = params.values()
     operands = jax.tree.unflatten(high.in_tree, values)
@@ -493,7 +495,10 @@ def _call_hi_primitive(*values: Any, **params: Any) -> Any:
 
 
 def _return_dense(function: Callable) -> Callable:
-    """Return a function that runs `function` with the rules in force, and returns dense arrays."""
+    """Return a function that runs `function` with the rules of implicit arrays.
+
+    It materializes the results.
+    """
     return lambda *operands: _materialize(redispatch(function, *operands))
 
 

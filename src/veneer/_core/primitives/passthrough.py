@@ -78,7 +78,7 @@ def _optimization_barrier(*operands: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class _LeafCallback:
-    """A function of leaves that rebuilds values and calls a host function with them.
+    """A callback that takes leaves, rebuilds implicit values, and calls the user's callback.
 
     Two instances with equal fields are equal, so that JAX does not compile a program again.
     """

@@ -1,7 +1,7 @@
 """Rules of primitives that contain programs: jit, `jax.checkpoint`, branches and loops.
 
-The program is staged: traced again as a program on the leaves of implicit operands, with the rules
-in force. The primitive is then bound with the leaves and the staged program.
+The program is staged: traced again as a program on the leaves of implicit operands, which use their
+rules. The primitive is then bound with the leaves and the staged program.
 
 All branches must return the same types, and a loop must return its carry with the type that it
 takes. If an implicit value is on one side and a dense array on the other, the value is
@@ -67,7 +67,7 @@ def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
 
     The function is compiled once per jaxpr. Return NotImplemented in the cases that need the slower
     rule `_jit`: a report needs events, a derivative rule is running, the call has options such as
-    shardings, or an operand would be materialized, which the user has set to raise an error.
+    shardings, or an operand would be materialized under `on_materialise="error"`.
     """
     reports_events = must_replay_events(current_policy())  # a compiled function reports nothing
     if reports_events or IN_DERIVATIVE_RULE.value or not has_default_options(params):

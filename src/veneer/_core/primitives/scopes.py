@@ -25,8 +25,9 @@ class Place(NamedTuple):
     **Arguments:**
 
     - `names`: the scopes and jitted functions around the primitive, outermost first.
-    - `is_derivative`: whether the primitive belongs to a transposed program, or to a derivative
-      rule of the user. False in a forward pass that `jax.checkpoint` recomputes.
+    - `is_derivative`: whether the primitive belongs to a transposed program, or to the derivative
+      rule of a `custom_jvp` or `custom_vjp` function. False in a forward pass that
+      `jax.checkpoint` recomputes.
     - `is_tangent`: whether the primitive computes a tangent. Always False outside `mark_tangents`.
     """
 

@@ -4,9 +4,9 @@ A spec is a `PartitionSpec`. The method `Value.partition` of a type returns the 
 Without it, leaves are sharded in two cases: if the only leaf is the dense array, and along leading
 axes that all leaves share with the dense array.
 
-In a `shard_map`, the user's function gets, for each implicit value, the block on its device as an
-implicit value. JAX's `shard_map` is bound with the leaves. Its body rebuilds values from the blocks
-of the leaves, and runs the user's function with the rules in force.
+In a `shard_map`, the function that the user maps gets the block of each implicit operand on its
+device, which is an implicit value, too. JAX's `shard_map` is bound with the leaves. Its body
+rebuilds implicit values from the blocks of the leaves, and runs the function with their rules.
 """
 
 import itertools

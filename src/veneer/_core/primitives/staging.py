@@ -1,7 +1,8 @@
-"""Staging: trace the jaxpr inside a primitive again, on leaves and with the rules in force.
+"""Staging: trace the jaxpr inside a primitive again, on the leaves of implicit operands.
 
-A staged program takes and returns the leaves of implicit values. It is cached by the jaxpr and the
-types of the operands. The trace records an event for each primitive that runs on implicit operands.
+In the trace, implicit values use their rules. A staged program takes and returns the leaves of
+implicit values. It is cached by the jaxpr and the types of the operands. The trace records an event
+for each primitive that runs on implicit operands.
 Each call of the cached program emits the events again, with the sources of the operands of the
 call: the paths of the weights from which the operands come.
 """
@@ -140,11 +141,11 @@ clear_with_rules(_staged.clear)
 def stage(
     primitive: str, jaxpr: Any, values: Sequence[Any], *, name: str | None = None
 ) -> StagedProgram:
-    """Trace a jaxpr again on the leaves of its operands `values`, with the rules in force.
+    """Trace a jaxpr again on the leaves of its operands `values`.
 
-    Also emit the events of the new program: records of the primitives that run on implicit
-    operands. `primitive` is the name of the primitive that contains the jaxpr, and `name` is the
-    name of the jitted function that the jaxpr is from.
+    In the trace, implicit values use their rules. Also emit the events of the new program: records
+    of the primitives that run on implicit operands. `primitive` is the name of the primitive that
+    contains the jaxpr, and `name` is the name of the jitted function that the jaxpr is from.
     """
     staged = stage_without_events(primitive, jaxpr, values, name=name)
     emit_events(staged.events)
@@ -208,7 +209,7 @@ def _stage(
     forms: Forms,
     sources: Sequence[Source],
 ) -> StagedProgram:
-    """Trace a jaxpr again on leaves, with the rules in force, without a cache.
+    """Trace a jaxpr again on the leaves of its operands, like `stage`, but without a cache.
 
     `treedef` and `avals` are the tree structure and the abstract leaves of the list of operands.
     `sources` has the weight paths of each operand, or is empty. `primitive` and `forms` are the
@@ -274,8 +275,8 @@ def _convert_output(primitive: Primitive, output: Any, form: Any) -> Any:
 def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
     """Turn the references (`jax.Ref`) that closed jaxprs capture into leading operands.
 
-    A rule captures a reference if it writes to a `Box`. JAX rejects the program of a loop, a branch
-    or a jit if a constant of the program is a reference.
+    A jaxpr captures a reference if a rule in it writes to a `vn.hijax.Box`. JAX rejects the program
+    of a loop, a branch or a jit if a constant of the program is a reference.
 
     **Returns:** the list of references, and the list of jaxprs. Each jaxpr takes all references.
     """

@@ -142,9 +142,11 @@ def _jvp(leaves: Sequence[Any], tangents: Sequence[Any], *, structure: Any) -> A
 
 
 def _batch(leaves: Sequence[Any], dims: Sequence[Any], *, structure: Any) -> Any:
-    """Return the result of `pack` for leaves with a batch axis, and its batch axis, which is 0.
+    """Return the result of `pack` for batched leaves, and the batch axis of the result, 0.
 
-    If the leaves cannot be stacked, the result is a stack of dense arrays.
+    This is the batching rule of `pack`, which builds an implicit array from its leaves. `dims` has
+    the batch axis of each leaf. If leaves with a batch axis represent no batch of arrays, the
+    result is a stack of dense arrays.
     """
     size = next(x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None)
 

@@ -79,7 +79,7 @@ def materialised_before(arrays: Iterable[Any]) -> list[Event]:
 
 
 def _operator(function: Callable) -> Callable[..., Any]:
-    """Return an operator that calls `function` with the rules of implicit operands in force.
+    """Return an operator that calls `function`, in which implicit operands use their rules.
 
     Eager calls are compiled by `jax.jit`, unless a report or `on_materialise` needs events.
     """
