@@ -57,9 +57,10 @@ class Finding(NamedTuple):
 def findings(size: int = 4096) -> Iterator[Finding]:
     """Report how this machine computes products with quantized weights.
 
-    Yield findings one at a time. The last ones are times of products with weights `[size, size]`,
-    compared with XLA's dense product, in f32 on CPU and bf16 on GPU. Kernels that are not in the
-    cache are compiled before they are timed.
+    Yield findings one at a time: versions, devices, kernels, the times of products, and missing
+    packages. The products have weights `[size, size]`, and are compared with XLA's dense product,
+    in f32 on CPU and bf16 on GPU. Kernels that are not in the cache are compiled before they are
+    timed.
 
     >>> from veneer import doctor
     >>> [finding.name for finding in doctor.findings(256)][:3]

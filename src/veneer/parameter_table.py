@@ -52,26 +52,27 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Summary(Tabular):
-    """The table of the arrays of a tree. `print` shows it; a notebook shows HTML.
+    """The table of the arrays of a tree that `summary` returns.
 
-    `rows` has a `Row` for each array, in the order of the tree.
+    `print` shows it as text, and a notebook shows it as HTML. `rows` has a `Row` for each array, in
+    the order of the tree.
     """
 
     rows: tuple[Row, ...]
 
     @property
     def nbytes(self) -> int:
-        """The stored bytes."""
+        """The stored bytes of all arrays."""
         return sum(row.nbytes for row in self.rows)
 
     @property
     def dense_nbytes(self) -> int:
-        """The bytes of the dense arrays."""
+        """The bytes of all arrays if they were dense."""
         return sum(row.dense_nbytes for row in self.rows)
 
     @property
     def trainable(self) -> int:
-        """The number of trained values."""
+        """The number of stored values that `vn.trainable` selects, in all arrays."""
         return sum(row.trainable for row in self.rows)
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:

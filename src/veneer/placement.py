@@ -343,9 +343,10 @@ def _check_sharding(device: Any, of: str) -> None:
 
 
 def _check_fits(path: str, x: Any, device: Any) -> None:
-    """Raise a `ValueError` if a sharding does not fit the dense array at a path.
+    """Raise a `ValueError` if `device`, a sharding, does not fit the shape of the array `x`.
 
-    Warn if the largest leaf of an implicit array stays replicated.
+    Warn if the largest leaf of an implicit array stays replicated. `path` is the path of `x`, for
+    these messages. If `device` is a device, do nothing.
     """
     sharding, shape = getattr(device, "sharding", device), tuple(x.shape)
     if not isinstance(sharding, NamedSharding):

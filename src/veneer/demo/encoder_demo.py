@@ -275,7 +275,10 @@ def measure(
 
 
 def mean_cosine(embeddings: np.ndarray, reference: np.ndarray) -> float:
-    """Return the mean cosine of the rows of two arrays of unit vectors, `[sentences, hidden]`."""
+    """Return the mean cosine between the rows of two arrays of unit vectors.
+
+    Both are `[sentences, hidden]`. Each row is compared with the same row of the other array.
+    """
     return float((embeddings * reference).sum(1).mean())
 
 

@@ -196,7 +196,10 @@ def sentences(count: int = 512) -> list[str]:
 
 
 def calibration_sentences(count: int = 256) -> list[str]:
-    """Return `count` sentences that `sentences()` does not return, evenly spread."""
+    """Return `count` sentences for calibration, evenly spread over `all_sentences`.
+
+    None of them is in `sentences()`, on which models are measured.
+    """
     measured = set(sentences())
     others = [sentence for sentence in all_sentences() if sentence not in measured]
     return [others[i * len(others) // count] for i in range(count)]

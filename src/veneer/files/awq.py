@@ -109,8 +109,8 @@ def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) ->
 
     **Arguments:**
 
-    - `settings`: the settings of each `EncodedWeight`, by module.
-    - `dense`: the modules whose weights are dense matrices.
+    - `settings`: a dict from the names of modules to `EncodedWeight.settings` of their weights.
+    - `dense`: the names of the modules whose weights are dense matrices.
 
     **Raises:** `UnsupportedByFormat` if group sizes differ, because AWQ states one for all modules.
     """

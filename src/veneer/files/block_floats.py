@@ -34,7 +34,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 def find_weights(source: StoredTensors) -> Iterator[Weight]:
-    """Yield the FP8 weights of a folder.
+    """Yield the FP8 weights of a folder, each with the tensor of its scales.
 
     **Raises:** `ValueError` for an FP8 tensor without a scale, which would be loaded with wrong
     values.

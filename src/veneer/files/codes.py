@@ -66,7 +66,10 @@ def pack(fields: np.ndarray, bits: int | float) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int | float, size: int) -> np.ndarray:
-    """Unpack the first `size` codes of each row of `pack`: `uint8[..., size]`, one per byte."""
+    """Unpack the first `size` codes of each row, the inverse of `pack`.
+
+    **Returns:** `uint8[..., size]`, with one code per byte.
+    """
     if bits == 8:
         return packed
     count, bytes_ = UNITS[bits]

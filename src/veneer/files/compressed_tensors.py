@@ -290,10 +290,10 @@ def _read_words(
 def _read_zero_points(
     source: StoredTensors, module: str, layout: _WordLayout, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the zero points of a module, `[out, groups]`, which is `shape`.
+    """Return the zero points of the nonnegative codes of a module, in the given shape.
 
-    They are for nonnegative codes. If none are stored, the weight is symmetric, and all of them are
-    `2**(bits - 1)`.
+    `shape` is `[out, groups]`. If no zero points are stored, the weight is symmetric, and all of
+    them are `2**(bits - 1)`.
     """
     name, half = f"{module}.weight_zero_point", 2 ** (layout.bits - 1)
     if name not in source.headers:
@@ -398,8 +398,8 @@ def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) ->
 
     **Arguments:**
 
-    - `settings`: the settings of each `EncodedWeight`, by module.
-    - `dense`: the modules whose weights are dense matrices.
+    - `settings`: a dict from the names of modules to `EncodedWeight.settings` of their weights.
+    - `dense`: the names of the modules whose weights are dense matrices.
     """
     kinds: list[dict[str, Any]] = []
     modules: list[list[str]] = []

@@ -258,7 +258,7 @@ class FolderWriter:
         self._checksums: dict[str, str] = {}
 
     def add(self, name: str, value: np.ndarray | jax.Array | QArray) -> None:
-        """Add one tensor: a `QArray`, or a dense array of a dtype that safetensors has."""
+        """Add the tensor `name`: a `QArray`, or a dense array of a dtype that safetensors has."""
         entry: manifest.Entry
         arrays: dict[str, Any] = {}
         if isinstance(value, QArray):

@@ -42,11 +42,11 @@ class Bits:
 
     @property
     def count(self) -> int:
-        """The number of these integers in a block."""
+        """The number of integers at this place in a block."""
         return self.groups * self.size * len(self._shifts())
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
+        """Read the integers at this place from blocks `uint8[..., bytes]`: `uint8[..., count]`."""
         bytes_ = np.ascontiguousarray(self._bytes(blocks))
         if self.bits == 8:
             return bytes_
@@ -61,7 +61,7 @@ class Bits:
         return fields.view(np.uint8).reshape(*blocks.shape[:-1], self.count)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
+        """Write integers `uint8[..., count]` to this place of blocks, whose bits there are 0."""
         bytes_ = self._bytes(blocks)
         if self.size == 1 and self.places is None:
             bytes_ |= pack(fields, self.bits)
@@ -105,15 +105,15 @@ class Joined:
 
     @property
     def count(self) -> int:
-        """The number of these integers in a block."""
+        """The number of integers at this place in a block."""
         return self.low.count
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
+        """Read the integers at this place from blocks `uint8[..., bytes]`: `uint8[..., count]`."""
         return self.low.read(blocks) | (self.high.read(blocks) << self.low.bits)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
+        """Write integers `uint8[..., count]` to this place of blocks, whose bits there are 0."""
         self.low.write(blocks, fields & (2**self.low.bits - 1))
         self.high.write(blocks, fields >> self.low.bits)
 
@@ -140,13 +140,13 @@ class EightOfSixBits:
     count: ClassVar[int] = 8
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
+        """Read the integers at this place from blocks `uint8[..., bytes]`: `uint8[..., count]`."""
         first = blocks[..., self.start : self.start + 4]
         low = (blocks[..., self.nibbles : self.nibbles + 4] >> self.shift) & 15
         return np.concatenate([first & 63, low | (first >> 6 << 4)], -1)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
+        """Write integers `uint8[..., count]` to this place of blocks, whose bits there are 0."""
         first, last = fields[..., :4], fields[..., 4:]
         blocks[..., self.start : self.start + 4] |= first | (last >> 4 << 6)
         blocks[..., self.nibbles : self.nibbles + 4] |= (last & 15) << self.shift
@@ -166,7 +166,7 @@ class Digits:
     count = 256
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
+        """Read the integers at this place from blocks `uint8[..., bytes]`: `uint8[..., count]`."""
         runs = []
         for start, size, count in _DIGITS:
             rest = blocks[..., start : start + size]
@@ -177,7 +177,7 @@ class Digits:
         return np.concatenate(runs, -1)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
+        """Write integers `uint8[..., count]` to this place of blocks, whose bits there are 0."""
         done = 0
         for start, size, count in _DIGITS:
             total = np.zeros((*blocks.shape[:-1], size), np.uint16)
@@ -224,7 +224,7 @@ class Floats:
     flipped: int = 0
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the floats of blocks, from `uint8[..., bytes]` to `[..., count]`.
+        """Read the floats at this place from blocks `uint8[..., bytes]`: `[..., count]`.
 
         **Raises:** `ValueError` for 8-bit scales that are negative or NaN.
         """
@@ -237,7 +237,7 @@ class Floats:
         return -floats if self.negated else floats
 
     def write(self, blocks: np.ndarray, floats: np.ndarray) -> None:
-        """Write floats `[..., count]` into blocks."""
+        """Write floats `[..., count]` to this place of blocks `uint8[..., bytes]`."""
         bytes_ = np.ascontiguousarray(-floats if self.negated else floats).view(np.uint8)
         blocks[..., self.start : self.start + bytes_.shape[-1]] = bytes_
 
@@ -248,12 +248,13 @@ class BlockType:
 
     **Arguments:**
 
-    - `name`, `number`: the name and the number of the type in GGUF.
+    - `name`, `number`: the name and the number of the type in GGUF, such as "Q4_0" and 2.
     - `values`, `nbytes`: the number of values and of bytes of a block.
     - `qtype`: the format of the codes.
     - `codes`: the place of the codes in a block.
     - `flipped`: the bits of a code that are inverted in the file. It is the highest bit if the file
       stores signed codes plus `2**(bits - 1)`.
+    - `scale`, `minimum`: the place of the scales, and of the minima if there are any, in a block.
     """
 
     name: str

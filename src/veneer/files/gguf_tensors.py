@@ -121,7 +121,8 @@ def with_factors(q: QArray, factors: Any, expert: int | None = None) -> QArray:
 def without_factors(q: QArray) -> tuple[QArray, np.ndarray | None]:
     """Separate the factors of e4m3 scales, which GGUF stores as another tensor.
 
-    **Returns:** the `QArray` with e4m3 scales, and the factors, or None if it has none.
+    **Returns:** the `QArray` with plain e4m3 scales, and the factors, one per matrix. If `q` has no
+    such factors, `q` itself and None.
     """
     scale = q.scale
     if not isinstance(scale, QArray) or scale.qtype != _E4M3 or isinstance(scale.scale, QArray):
@@ -279,7 +280,7 @@ def _repeat_to(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarra
 
     `name` is the name of the array in errors.
 
-    **Returns:** a matrix, whose rows are the last axis of the repeated array.
+    **Returns:** the repeated array as a matrix: all axes except the last are flattened to rows.
 
     **Raises:** `_Misfit` if a size of `leaf` does not divide the size in `shape`.
     """
@@ -293,7 +294,8 @@ def _repeat_to(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarra
 def _field_reader(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.ndarray]:
     """Return a function that reads some rows of the codes of `q`, as nonnegative integers.
 
-    It takes a slice or indices of rows and returns `uint8[rows, n]`. Rows are along the last axis.
+    It takes a slice or indices of rows and returns `uint8[rows, n]`, where `n` is the size of the
+    last axis of `q`. All other axes are flattened to rows.
 
     **Arguments:**
 

@@ -129,7 +129,13 @@ def _build_sentencepiece(metadata: Mapping[str, Any]) -> Any:
 def _list_merges(
     tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, sorted by the score of that token."""
+    """Return all pairs of tokens whose concatenation is a token, the best score first.
+
+    **Arguments:**
+
+    - `tokens`, `scores`: the tokens and their scores.
+    - `kinds`: the number of the GGUF type of each token. Special tokens are in no pair.
+    """
     normal = {
         token: number
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))

@@ -238,7 +238,7 @@ def make_config(
 
     **Arguments:**
 
-    - `settings`: the settings of each `EncodedWeight`, by module.
+    - `settings`: a dict from the names of modules to `EncodedWeight.settings` of their weights.
     - `dense`: unused. GPTQ does not list modules with dense weights.
     - `plus_one`: whether the weights are in version 1 of the format. See `encode_weight`.
     """

@@ -78,7 +78,11 @@ BYTE_FLOATS = (
 
 @dataclasses.dataclass(frozen=True)
 class DenseEntry:
-    """The `veneer.json` entry of a dense tensor. `tensor` is its name in the safetensors file."""
+    """The `veneer.json` entry of a dense tensor.
+
+    - `tensor`: its name in the safetensors file.
+    - `shape`, `dtype`: its shape and dtype.
+    """
 
     tensor: str
     shape: Sequence[int]
@@ -155,7 +159,11 @@ def quantized_entry(
     zero_point: str | QuantizedEntry | None,
     minimum: str | QuantizedEntry | None,
 ) -> QuantizedEntry:
-    """Return the entry of a `QArray`, given the names or entries of its stored leaves."""
+    """Return the `veneer.json` entry of the `QArray` `value`.
+
+    The other arguments are the names in the safetensors file of its codes, scales, zero points and
+    minima. For leaves that are `QArray`s, they are entries, and for missing leaves None.
+    """
     packing = value.packing
     scale_dtype = None if isinstance(value.scale, QArray) else value.scale.dtype.name
     return QuantizedEntry(

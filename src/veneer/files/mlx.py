@@ -156,7 +156,7 @@ def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) ->
 
     **Arguments:**
 
-    - `settings`: the settings of each `EncodedWeight`, by module.
+    - `settings`: a dict from the names of modules to `EncodedWeight.settings` of their weights.
     - `dense`: unused. MLX does not list modules with dense weights.
     """
     usual = most_common([*settings.values()])

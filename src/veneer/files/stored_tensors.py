@@ -1,4 +1,7 @@
-"""The stored tensors of a folder with their configuration, as the families of formats see them."""
+"""The stored tensors of a folder that another library quantized, and its configuration.
+
+The modules that read the formats of other libraries, such as `gptq`, find their weights with it.
+"""
 
 import math
 import re
@@ -47,13 +50,16 @@ class StoredTensors:
         self.headers = folder.dense_avals()
 
     def modules(self, suffix: str) -> Iterator[str]:
-        """Yield the names of stored tensors that end in `suffix`, without the suffix."""
+        """Yield the names of stored tensors that end in `suffix`, without the suffix.
+
+        With a suffix such as ".qweight", these are the names of modules.
+        """
         for name in self.headers:
             if name.endswith(suffix):
                 yield name.removesuffix(suffix)
 
     def shape(self, name: str, *, rank: int, dtypes: Sequence[str]) -> tuple[int, ...]:
-        """Return the shape of a stored tensor.
+        """Return the shape of a stored tensor. Check its rank, and that its dtype is in `dtypes`.
 
         **Raises:** `ValueError` if the tensor is missing or has another rank or dtype.
         """
@@ -65,11 +71,11 @@ class StoredTensors:
         return tuple(header.shape)
 
     def check(self, name: str, shape: Sequence[int], dtypes: Sequence[str], of: str) -> None:
-        """Check the shape and the dtype of a stored tensor.
+        """Check that the stored tensor `name` has the given shape and one of `dtypes`.
 
         **Arguments:**
 
-        - `of`: the name of the tensor that requires them, for the error message.
+        - `of`: the name of the tensor that requires this shape, for the error message.
 
         **Raises:** `ValueError` if the tensor is missing or differs.
         """
@@ -189,7 +195,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def describe(header: Any) -> str:
-    """Return a shape and dtype as error messages show them, such as `int32[4, 8]`."""
+    """Return the shape and dtype of a tensor as error messages show them: `int32[4, 8]`."""
     return f"{header.dtype.name}{list(header.shape)}"
 
 
@@ -203,7 +209,10 @@ def make_qarray(
     dtype: str,
     **others: Any,
 ) -> QArray:
-    """Build a `QArray` of contiguous NumPy arrays. `dtype` is the dtype of the dense array."""
+    """Build a `QArray` whose leaves are contiguous NumPy arrays.
+
+    `dtype` is the dtype of the dense array. The other arguments are as in `QArray.from_packed`.
+    """
     contiguous: Any = lambda x: x if isinstance(x, QArray) else np.ascontiguousarray(x)
     zero_point = None if zero_point is None else contiguous(zero_point)
     return QArray.from_packed(

@@ -228,7 +228,10 @@ def _type_hints(cls: Any) -> dict[str, Any]:
 
 
 def _has_type(x: Any, hint: Any) -> bool:
-    """Return whether the stored value of a static field has its annotated type."""
+    """Return whether `x`, the stored value of a static field, has the annotated type `hint`.
+
+    A sequence may be stored as a tuple, and a float as an integer.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_has_type(x, arg) for arg in args)

@@ -83,7 +83,7 @@ def implement_graph(fgraph: Any) -> Callable[..., Any]:
 
 
 class _TypedGraph(FunctionGraph):
-    """A graph inside an `Op`, whose results have their declared dtypes."""
+    """The graph inside an `Op` such as `Scan`. In JAX, its results get the declared dtypes."""
 
 
 @jax_funcify.register(_TypedGraph)
@@ -97,7 +97,10 @@ def _implement_typed_graph(fgraph: Any, node: Any = None, **kwargs: Any) -> Call
 
 
 def _convert_constant(data: Any, variable: Any = None, **kwargs: Any) -> Any:
-    """Convert a constant to JAX. Small ones stay in NumPy, because they may determine a shape."""
+    """Convert the value of a constant of a graph to JAX.
+
+    Scalars and short vectors stay in NumPy, because they may determine a shape.
+    """
     if isinstance(data, np.ndarray):
         is_small = data.ndim == 0 or (data.ndim == 1 and data.size <= _MAX_KNOWN)
         return data[()] if is_small else jnp.asarray(data, dtype_of(variable))

@@ -36,7 +36,10 @@ Implementation = Callable[..., Any]
 
 
 def is_known(x: Any) -> bool:
-    """Return whether a value is not traced: a shape, or a number computed from shapes."""
+    """Return whether a value is known while JAX traces, such as a shape or a constant.
+
+    A tuple is known if all of its entries are.
+    """
     if isinstance(x, tuple):
         return all(map(is_known, x))
     return isinstance(x, bool | int | float | np.generic | np.ndarray)
@@ -269,7 +272,10 @@ def _tridiagonal_factor(op: Any, node: Any, dl: Any, d: Any, du: Any) -> Any:
 
 
 def _tridiagonal_solve(op: Any, node: Any, **_: Any) -> Implementation:
-    """Return a function that solves a system by tridiagonal LU factors, as `gttrs` of LAPACK."""
+    """Return a function that solves a tridiagonal system, as `gttrs` of LAPACK does.
+
+    It takes the LU factors that `_tridiagonal_factor` returns, and the right-hand side.
+    """
     dtype = jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
 
     def forward(dl: Any, swaps: Any, b: Any) -> Any:

@@ -38,9 +38,10 @@ def _drop_zeros(x: BCOO) -> BCOO:
 
 
 def _mark_unused(use: Any, data: Any, rows: Any, columns: Any, shape: Any) -> BCOO:
-    """Build a sparse matrix from entries, and mark the entries whose `use` is False as unused.
+    """Build a sparse matrix, and mark the entries whose `use` is False as unused.
 
     They get an index outside the matrix, because JAX cannot drop entries of a traced matrix.
+    `data`, `rows` and `columns` are the values and the indices of the entries.
     """
     return _matrix(data, jnp.where(use, rows, shape[0]), jnp.where(use, columns, shape[1]), shape)
 
@@ -63,7 +64,7 @@ def _sort_entries(x: BCOO, format: str) -> tuple[Any, Any, Any]:
 
 
 def _sum_duplicates(x: BCOO) -> BCOO:
-    """Add up entries with equal indices, so that each index has one entry."""
+    """Add up the entries of a matrix with equal indices, so that each index has one entry."""
     data, rows, columns = _sort_entries(x, "csr")
     if len(data) < 2:
         return x

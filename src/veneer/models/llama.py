@@ -414,7 +414,10 @@ def compile_generate(generate: Callable = generate) -> Callable:
 def losses(
     params: Params, config: LlamaConfig, tokens: Array, cache: KeyValueCache | None = None
 ) -> Array:
-    """Return `-log p` of each token after the first, `[batch, length - 1]`, in f32."""
+    """Return the loss `-log p` of each token after the first, `[batch, length - 1]`, in f32.
+
+    `tokens` are `[batch, length]`. `cache` is an empty cache, or None for a dense one.
+    """
     batch, length = tokens.shape
     cache = cache or empty_cache(config, batch, length, params["model.norm.weight"].dtype)
     x, _ = hidden(params, config, tokens, cache)

@@ -176,7 +176,10 @@ def plans(
 
 
 def _all_splits(model: ModelShapes, devices: int, batch: int) -> Iterator[Split]:
-    """Yield the splits that give all devices equal numbers of heads, experts and sequences."""
+    """Yield the splits that give all devices equal numbers of heads, experts and sequences.
+
+    `batch` is the number of sequences on all devices.
+    """
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for tensor in (n for n in divisors if model.heads % n == 0):
         rest = devices // tensor

@@ -120,7 +120,10 @@ def _error_class_with_base(base: type[Exception]) -> type[AmbiguousLookupError]:
 
 
 class _Quaxified(eqx.Module):
-    """The function that `quaxify` returns: a module with the leaves of the original function."""
+    """The function that `quaxify` returns.
+
+    It is a module whose leaves are the leaves of the original function.
+    """
 
     fn: Callable
     filter_spec: FilterSpec

@@ -76,7 +76,7 @@ class NamedArray(ArrayValue, Generic[_Array]):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array, if it may be materialized."""
+        """The shape of the array. With `allow_materialise=False`, it raises a `RuntimeError`."""
         if not self.allow_materialise:
             raise RuntimeError(
                 "Refusing to access the shape of a `NamedArray` with `allow_materialise=False`."
@@ -88,7 +88,7 @@ class NamedArray(ArrayValue, Generic[_Array]):
         return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
 
     def materialise(self) -> Any:
-        """Return the array without names, if that is allowed."""
+        """Return the array without names. Raise a `RuntimeError` if that is not allowed."""
         if not self.allow_materialise:
             raise RuntimeError(
                 "Refusing to materialise `NamedArray` with `allow_materialise=False`."
@@ -156,7 +156,7 @@ def _(x: NamedArray, y: NamedArray, *, dimension_numbers: Any, **params: Any) ->
 def trace(
     array: NamedArray, *, offset: int = 0, axis1: Axis, axis2: Axis, dtype: Any = None
 ) -> NamedArray:
-    """Return the sum along a diagonal of two named axes.
+    """Return the sum along a diagonal of the axes `axis1` and `axis2`, like `jax.numpy.trace`.
 
     `offset` and `dtype` are the arguments of `jax.numpy.trace`.
 

@@ -97,7 +97,11 @@ for _name in ("add", "sub"):
 
 
 def _match_result(primitive: Primitive, x: Any, operands: Any, params: dict[str, Any]) -> Any:
-    """Broadcast and cast `x`, the operand that is not `Zero`, to the result's shape and dtype."""
+    """Broadcast and cast `x` to the shape and dtype of the result of a primitive.
+
+    `x` is the operand that is not a `Zero`. `operands` and `params` are all operands and the
+    parameters of the primitive.
+    """
     out = _result_struct(primitive, operands, params)
     return redispatch(lambda x: jnp.broadcast_to(x, out.shape).astype(out.dtype), x)
 
