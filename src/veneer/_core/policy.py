@@ -161,22 +161,27 @@ class Event:
 
 
 def paths_of(source: Source) -> tuple[str, ...]:
-    """Return the weight paths in a `Source`, without the integers, which are operand numbers."""
+    """Return the paths of weights in a `Source`, without its integers.
+
+    A `Source` describes from which weights an array comes. It is a tuple of the paths of weights
+    and, in a traced program, the numbers of operands.
+    """
     return tuple(x for x in source if isinstance(x, str))
 
 
 def resolve_source(source: Source, operands: Sequence[Source]) -> Source:
-    """Replace each integer `i` in a `Source` by `operands[i]`, the weight paths of operand `i`.
+    """Replace each integer `i` in a `Source` by `operands[i]`, the source of operand `i`.
 
-    Keep `FOUND`, the path of weights without a name. Drop the other paths: they name the weights of
-    the call that was traced, and `operands` has the paths of this call.
+    A source is a tuple of paths of weights and, in a traced program, numbers of operands. Keep
+    `FOUND`, the path of weights without a name. Drop the other paths: they name the weights of the
+    call that was traced, and `operands` has the paths of this call.
     """
     sources = [operands[i] for i in source if isinstance(i, int)]
     return join_sources([*sources, (FOUND,)] if FOUND in source else sources)
 
 
 def join_sources(sources: Iterable[Source]) -> Source:
-    """Return the union of some tuples of weight paths, in order and without repetition."""
+    """Return the union of `sources`, tuples of paths of weights, in order, without repetition."""
     return tuple(dict.fromkeys(x for source in sources for x in source))
 
 
@@ -282,8 +287,8 @@ def recorded_events() -> Iterator[list[Event]]:
 def must_replay_events(policy: Policy) -> bool:
     """Return whether each call of a traced program must emit the events of its trace again.
 
-    They need not under the policy `ALLOW`, where events have no effect, and under `ERROR`, where
-    tracing has raised the error already.
+    This is not necessary under the policy `ALLOW`, where events have no effect, and under `ERROR`,
+    where tracing has raised the error already.
     """
     return policy not in (ALLOW, ERROR)
 

@@ -91,15 +91,18 @@ def tag_sources(tree: T) -> T:
 
 
 def keep_sources(before: Sequence[Any], after: S) -> S:
-    """Copy the weight paths recorded in `before[i]` to the array `after[i]`. Return `after`."""
+    """Copy the recorded paths of weights from each array `before[i]` to `after[i]`.
+
+    These paths name the weights from which an array comes. Return `after`.
+    """
     return restore_sources(map(source_of, before), after)
 
 
 def restore_sources(sources: Iterable[Source], values: S) -> S:
-    """Record the weight paths `sources[i]` in the implicit array `values[i]`, and return `values`.
+    """Record `sources[i]`, paths of weights, in the array `values[i]`, and return `values`.
 
-    A function that JAX calls later holds the paths instead of the arrays, because tracers must not
-    outlive their trace.
+    These paths name the weights from which an array comes. A function that JAX calls later holds
+    the paths instead of the arrays, because tracers must not outlive their trace.
     """
     for source, value in zip(sources, values, strict=True):
         with_source(value, source)

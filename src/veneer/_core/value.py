@@ -105,7 +105,10 @@ class Value:
         super().__delattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without the slots, for pickles and copies."""
+        """Return the fields without the attributes in `__slots__`, such as the cached `aval`.
+
+        `pickle` and `copy` call this method.
+        """
         return dict(self.__dict__)
 
     def materialise(self) -> Any:

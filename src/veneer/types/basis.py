@@ -280,10 +280,10 @@ class Permuted(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Permuted | None":
-        """Return this array after a reshape, with the reshaped field `array`.
+        """Return this array after a reshape, given the reshaped field `array`.
 
         Return None if the reshape splits or merges the permuted axis, or if `order` has more than
-        one entry along another axis.
+        one entry along another axis. The arguments are the same as in `InBasis.regrouped`.
         """
         if self.order.size != self.order.shape[self.axis]:
             return None
@@ -388,10 +388,11 @@ class Scaled(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Scaled":
-        """Return this array after a reshape, with the reshaped field `array`.
+        """Return this array after a reshape, given the reshaped field `array`.
 
         If axes are split or merged, and `factor` has several entries along one of them, `factor` is
-        first broadcast to the sizes of these axes.
+        first broadcast to the sizes of these axes. The arguments are the same as in
+        `InBasis.regrouped`.
         """
         sizes, broadcast = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:

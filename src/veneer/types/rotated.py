@@ -109,7 +109,11 @@ class Rotated(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Rotated | None":
-        """Return this array after a reshape. None if it splits or merges a rotated axis."""
+        """Return this array after a reshape, given the reshaped field `array`.
+
+        Return None if the reshape splits or merges a rotated axis. The arguments are the same as in
+        `InBasis.regrouped`.
+        """
         axes = {self.ndim + axis for axis in self.axes if self.shape[axis] != 1}
         rotated_groups = [group for group in groups if axes & {*group[0]}]
         if any(len(old) != 1 or len(new_axes) != 1 for old, new_axes in rotated_groups):

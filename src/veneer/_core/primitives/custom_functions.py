@@ -231,9 +231,11 @@ def _fill_zeros(tangent: Any, symbolic_zeros: bool) -> Any:
 
 
 def dense_function_of(value: Value, selected: Sequence[bool]) -> tuple[Callable, list[Any]]:
-    """Return a function from some leaves of an implicit array to its dense array, and the leaves.
+    """Return a function from the selected leaves of an implicit array to its dense array.
 
-    `selected` has a bool per leaf. The function takes the selected leaves. The others are constant.
+    `selected` has a bool per leaf. The other leaves are constants of the function.
+
+    **Returns:** a pair: the function, and the list of the selected leaves.
     """
     leaves, treedef = jax.tree.flatten(value)
 
@@ -423,7 +425,9 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
 
 @structural("custom_linear_solve")
 def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[Any]:
-    """Solve `A x = b`. The constants of `A` and of the solver may be of any type.
+    """Solve `A x = b`, a call of `jax.lax.custom_linear_solve`.
+
+    The arrays that the functions of the call capture, such as a matrix `A`, may be implicit.
 
     `b` is materialized unless it is a label (a type whose only leaf is the dense array). If `b` is
     a label, `x` may be a label with other metadata. For example, a stiffness times a length is a

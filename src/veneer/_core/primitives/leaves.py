@@ -61,7 +61,7 @@ def can_become_label(x: Any, label: Value) -> bool:
 def dense_unless(
     keep: Callable[[Any], bool], primitive: Primitive, values: Sequence[Any]
 ) -> list[Any]:
-    """Return arrays, with each implicit array materialized for which `keep` returns False.
+    """Return `values`, after materializing each implicit array for which `keep` returns False.
 
     The materialized arrays are reported as operands of `primitive`.
     """

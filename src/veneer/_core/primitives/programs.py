@@ -400,7 +400,10 @@ def common_form(where: str, one: ValueType, other: ValueType, tried: Any = None)
 
 
 def _metadata_differs(one: Any, other: Any) -> bool:
-    """Return whether two tree structures differ in metadata that changes the meaning of a value."""
+    """Return whether two tree structures differ in metadata that changes the meaning of a value.
+
+    This is all metadata of types that do not set `metadata_is_meaning = False`.
+    """
     data, other_data = one.node_data(), other.node_data()
     if data is None or other_data is None:
         return False

@@ -416,7 +416,10 @@ def _spec_entries(x: Any) -> tuple[Any, ...]:
 
 
 def replicated_sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding that replicates an array, or None if its mesh has no explicit axes."""
+    """Return the sharding that replicates an array on all devices of its mesh.
+
+    Return None if the mesh has no explicit axes.
+    """
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return None

@@ -121,7 +121,9 @@ def abstract_value(tree: Any, avals: Sequence[Any]) -> Any:
 
 
 def value_type(value: Any) -> ValueType:
-    """Return the tree structure and the abstract leaves of an array, dense or implicit, or a list.
+    """Return the tree structure and the abstract leaves of an array, or of a list of arrays.
+
+    The arrays may be dense or implicit.
 
     **Raises:** `TypeError` that names the field, if a leaf is not an array.
     """

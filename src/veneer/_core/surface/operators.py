@@ -128,7 +128,10 @@ def _types_of_values(operands: Sequence[Any]) -> tuple[type, ...]:
 
 
 def _can_compile(operands: Sequence[Any]) -> bool:
-    """Return whether all operands are arrays that a compiled operator can take."""
+    """Return whether an operator may be compiled for these operands.
+
+    All must be arrays or numbers, and no type may set `compiles_operators = False`.
+    """
     for x in operands:  # faster than all(), and called in each eager operation
         if not isinstance(x, _OPERANDS):
             return False
