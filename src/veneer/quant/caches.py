@@ -66,7 +66,7 @@ class QCache(QArray):
 
     @classmethod
     def from_qarray(cls, q: QArray) -> "QCache":
-        """Return a cache with the fields of a QArray."""
+        """Return a QCache with the same stored arrays and format as a QArray."""
         new = cls.__new__(cls)
         new.__dict__.update(q.changed().__dict__)  # `changed` copies only the fields
         return new
@@ -250,10 +250,11 @@ def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLike) -> Any:
-    """Return the cache after a dense update, with only the changed blocks quantized again.
+    """Return the cache after writing `update` at the indices `starts`, one index per axis.
 
-    The last changed block becomes the newest block. Return NotImplemented, which materializes the
-    cache, if the update or a start is an implicit array.
+    Only the blocks that change are quantized again. The last changed block becomes the newest
+    block. Return NotImplemented, which materializes the cache, if the update or a start is an
+    implicit array.
     """
     if any(isinstance(x, Value) for x in (update, *starts)):
         return NotImplemented

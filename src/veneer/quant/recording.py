@@ -133,10 +133,10 @@ class Recording:
         return bool(self.totals.counts.any())
 
     def positions(self) -> np.ndarray:
-        """Return the indices 0, 1, ... of all positions (a stack and a channel) as an array.
+        """Return an array with an index 0, 1, ... for each position (a stack and a channel).
 
-        The array has the shape of the weight, with size 1 along axes that are neither leading nor
-        contracted.
+        `Totals` are indexed by these. The array has the shape of the weight, with size 1 along axes
+        that are neither leading nor contracted.
         """
         return np.arange(len(self.stack), dtype=np.int32).reshape(self.shape)
 

@@ -65,9 +65,10 @@ def compute_elementwise(
 
 
 def can_compute_pairs(q: "QArray", dtype: DTypeLike) -> bool:
-    """Return whether two neighbors along the last axis can be computed at once.
+    """Return whether `compute_elementwise` can compute two neighbors along the last axis at once.
 
-    Their codes must share a byte, and a word must hold two elements of `dtype`, the result's dtype.
+    Their codes must share a byte, and a 32-bit word must hold two elements of `dtype`, the dtype of
+    the result.
     """
     is_packed = q.packing is not None and q.packing.axis == -1 and q.format.bits in (1, 2, 4)
     return is_packed and q.size > 0 and jnp.dtype(dtype).itemsize in _WORDS
@@ -109,7 +110,10 @@ def _take_every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
 
 @jax.custom_jvp
 def _interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """Return an array that alternates the values of two arrays along the last axis."""
+    """Return an array with the values of `even` at even and of `odd` at odd indices.
+
+    The indices are along the last axis.
+    """
     bits = 8 * even.dtype.itemsize
     word = _WORDS[even.dtype.itemsize]
     low, high = (lax.bitcast_convert_type(x, f"uint{bits}").astype(word) for x in (even, odd))

@@ -383,7 +383,10 @@ def check_calibration(method: str, format: Format) -> Calibration:
 
 
 def find_range(calibration: Calibration, tiles: Tiles) -> Range:
-    """Return the range that a method chooses for each tile. Tiles with NaN or infinity get NaN."""
+    """Return the range that a calibration method chooses for each tile.
+
+    Tiles with NaN or infinity get the range NaN.
+    """
     if 0 in [tiles.values.shape[axis] for axis in tiles.inner_axes]:  # Tiles have no values.
         zeros = jnp.zeros(tiles.scale_shape, tiles.values.dtype)
         return Range(None if calibration.symmetric else zeros, zeros)

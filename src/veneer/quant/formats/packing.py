@@ -69,7 +69,7 @@ def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
     codes, bytes_ = UNITS[bits]
 
     def padded_ratio(axis: int) -> float:
-        """Return the number of codes including padding, relative to `shape[axis]`."""
+        """Return the size of `axis` after padding to whole bytes, divided by its size before."""
         return packed_size(shape[axis], bits) * codes / (bytes_ * max(shape[axis], 1))
 
     candidates = (-1, *range(-2, -len(shape), -1))
@@ -122,6 +122,8 @@ def unpack(
 
     **Arguments:**
 
+    - `packed`: the bytes.
+    - `bits`: the number of bits per code.
     - `packing`: the packing that `pack` returned. None means one code per byte, in the lowest bits.
     - `by_shifts`: whether to unpack codes of 1, 2 or 4 bits with one broadcast shift, which is
       faster on GPUs, instead of one shift per code of a byte.

@@ -167,7 +167,7 @@ def choose_scale_axes(
 def choose_activation_axes(
     shape: Shape, shared: Sequence[int], format: Format, tile_size: Any
 ) -> ScaleAxes:
-    """Return the axes along which the scales of activations or gradients differ.
+    """Return the axes along which the scales of activations or gradients of shape `shape` differ.
 
     The product contracts the axes in `shared`. Values along these axes, or along tiles of them,
     share a scale. `tile_size` is None, a number, a fraction, or a dict such as `{-1: 128}`.

@@ -70,10 +70,10 @@ def parameter_trees_and_program(
 
 
 def program_for(params: Any, model: Callable | None, args: Any, kwargs: Any) -> Callable | None:
-    """Return the program that is called as `program(params, *args, **kwargs)`.
+    """Return the program to trace, which is called as `program(params, *args, **kwargs)`.
 
-    The program is `model`. Without `model`, the program calls `params`. If `args` and `kwargs` are
-    None too, there is no program, and the result is None.
+    The program is `model`. If `model` is None, `params` is a callable module, and the program calls
+    it. If `args` and `kwargs` are None, too, nothing is to be traced, and the result is None.
 
     **Raises:** `TypeError` if the program cannot be called, or `args` is not a sequence.
     """

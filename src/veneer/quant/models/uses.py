@@ -286,7 +286,7 @@ class TrackedWeight(ProductWeight):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Record the use of each tracked weight, and apply the primitive to the weights."""
+        """Record a use of each weight in `values`, and apply the primitive to their arrays."""
         for i, x in enumerate(values):
             if isinstance(x, TrackedWeight):
                 is_product = primitive.name in PRODUCTS

@@ -170,7 +170,8 @@ def _plan_codes(lhs: QArray, rhs: QArray, params: dict[str, Any], out_dtype: jnp
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:
     """Return whether all terms of each sum of a convolution have the same scale.
 
-    Each group of input features is summed separately, so groups can have different scales.
+    The scale can then be applied to the output. Each group of input features is summed separately,
+    so groups can have different scales. `params` are the keyword arguments of the convolution.
     """
     numbers = params["dimension_numbers"]
     _, feature_axis, *space_axes = numbers.lhs_spec

@@ -127,7 +127,7 @@ def fits_int32(lhs: QArray, rhs: QArray, terms: int) -> bool:
 
 
 def largest_difference(q: QArray) -> int:
-    """Return an upper bound of the magnitude of an integer code minus its zero point."""
+    """Return an upper bound of `abs(code - zero_point)` for the integer codes of an array."""
     if q.zero_point is None:
         return int(max(map(abs, q.format.value_range)))
     # Stored codes and zero points of 8 bits can have any value, even if the format has fewer bits.

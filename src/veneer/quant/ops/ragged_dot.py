@@ -435,7 +435,11 @@ class _RowTiles(NamedTuple):
 
 
 def _cut_rows(group_sizes: jax.Array, total_rows: int, size: int) -> _RowTiles:
-    """Cut the rows of each group into tiles of `size` rows."""
+    """Cut the rows of each group into tiles of `size` rows. The last tile may have fewer rows.
+
+    `group_sizes` has the number of rows of each group. `total_rows` is the number of all rows,
+    including rows without a group.
+    """
     # For each group: its first and last row, and its first and last tile. Ends are exclusive.
     groups = group_sizes.shape[0]
     row_ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), total_rows)

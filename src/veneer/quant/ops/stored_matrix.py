@@ -97,7 +97,7 @@ def swap_packed_axis(q: QArray) -> QArray:
 
 
 def _leaves_for_kernels(q: QArray, *, keep_scale_codes: bool) -> dict[str, Any] | None:
-    """Return the arrays of a weight in dtypes that kernels read, as a dict.
+    """Return the arrays of a weight in dtypes that kernels read, as a dict by field of `QArray`.
 
     Quantized scales and minima are kept if `keep_scale_codes` is True and kernels can read them.
     Otherwise they are converted to f32. Return None if scales or minima are f64, or if kernels do

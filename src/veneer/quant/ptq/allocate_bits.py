@@ -276,7 +276,7 @@ class _WeightCandidate(NamedTuple):
     bits: int
 
     def round(self, leaf: Any) -> jax.Array:
-        """Quantize and dequantize a weight."""
+        """Return the dense array of the weight `leaf` after quantization in this format."""
         return jnp.asarray(materialise_one(quantize_with_correction(leaf, self.rule, self.axes)))
 
     def loss(self, path: str, leaf: Any, statistics: ActivationStatistics | None) -> float:

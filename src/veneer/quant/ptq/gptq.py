@@ -51,11 +51,14 @@ class Moments:
             )
 
     def loss(self, w: np.ndarray, rounded: np.ndarray) -> np.ndarray:
-        """Return the mean of `(x @ w - x @ rounded) ** 2` for each output, `[N]`."""
+        """Return the mean of `(x @ w - x @ rounded) ** 2` for each output, `[N]`.
+
+        `x` are the activations. `w` is the matrix `[K, N]`, and `rounded` the rounded matrix.
+        """
         return self.power(w - rounded)
 
     def power(self, w: np.ndarray) -> np.ndarray:
-        """Return the mean of `(x @ w) ** 2` for each output, `[N]`."""
+        """Return the mean of `(x @ w) ** 2` for each output, `[N]`, over the activations `x`."""
         from scipy.linalg.blas import strmm  # JAX depends on SciPy
 
         if not w.size:
@@ -196,7 +199,10 @@ def low_rank_factors(
 
 
 def _top_eigenvectors(matrix: np.ndarray, count: int) -> np.ndarray:
-    """Return the eigenvectors of the largest eigenvalues of a symmetric matrix, as columns."""
+    """Return the eigenvectors of the largest `count` eigenvalues of a symmetric matrix.
+
+    The eigenvectors are the columns of the result.
+    """
     from scipy.linalg import eigh
 
     size = len(matrix)
@@ -292,9 +298,10 @@ def inverse_factor(lower: np.ndarray) -> np.ndarray:
 def _round_rows(
     w: np.ndarray, scale: np.ndarray, zero: np.ndarray, upper: np.ndarray, *, qtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Round rows from the first to the last. Return their codes, and the loss of each column.
+    """Round rows from the first to the last by GPTQ. Return a pair: the codes, and the losses.
 
-    `upper` is the `inverse_factor` of the metric, `[K, K]`. Other arrays are `[K, N]`.
+    `w`, the scales `scale` and the zero points `zero` have one value per code, `[K, N]`. `upper` is
+    the `inverse_factor` of the metric, `[K, K]`. The losses are per column, `[N]`.
     """
     from scipy.linalg.blas import sgemm
 
@@ -345,7 +352,10 @@ def _round_panel(
     def round_block(
         w: jax.Array, start: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Round the block of rows at `start`. Return `w` with later rows compensated for errors."""
+        """Round the block of rows at `start`, a step of a scan over blocks.
+
+        Return `w`, whose later rows compensate the errors of the block, and `(codes, errors)`.
+        """
         slice_rows = lambda x: lax.dynamic_slice_in_dim(x, start, _BLOCK)
         scales, zeros, upper_rows = slice_rows(scale), slice_rows(zero), slice_rows(upper)
         upper_block = lax.dynamic_slice_in_dim(upper_rows, start, _BLOCK, axis=1)

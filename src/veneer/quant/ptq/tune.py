@@ -391,7 +391,10 @@ def _change_dense(x: Any, change: jax.Array) -> jax.Array:
 
 
 def _trained_scale(q: QArray, variables: Variables) -> jax.Array:
-    """Return the trained scales, rounded to their dtype. The derivative ignores the rounding."""
+    """Return the scales of `q` with the trained variable "scales" applied.
+
+    They are rounded to the dtype of the stored scales. The derivative ignores the rounding.
+    """
     scale = q.scales()
     if "scales" not in variables:
         return scale

@@ -58,7 +58,10 @@ class MatrixStack:
         return array.transpose(np.argsort(self._order))
 
     def join_channels(self, values: np.ndarray) -> np.ndarray:
-        """Return values per channel, `[S, K]`, as an array that broadcasts against the weight."""
+        """Return values per channel, `[S, K]`, as an array that broadcasts against the weight.
+
+        A channel is an index of the contracted axes.
+        """
         stacked_sizes, contracted_sizes, free_sizes = self._sizes
         sizes = [*stacked_sizes, *contracted_sizes, *(1 for _ in free_sizes)]
         return values.reshape(sizes).transpose(np.argsort(self._order))

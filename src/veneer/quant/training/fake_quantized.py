@@ -413,7 +413,7 @@ class FakeQuantized(ImplicitArray):
         return q.replace(dense_dtype=self.dense_dtype)
 
     def materialise(self) -> jax.Array:
-        """Return the quantized and dequantized weight, with derivatives for training."""
+        """Return the quantized and dequantized weight, with straight-through derivatives."""
         if self.qtype is None:
             return self.pruned.astype(self.dtype)
         return fake_quantize(self.pruned, self.qtype, **self._options).astype(self.dtype)
