@@ -326,8 +326,8 @@ def _find_files(path: Path) -> dict[Path, set[str] | None]:
 
     The names are from the index of the folder. They are None without an index.
 
-    **Raises:** `FileNotFoundError` if there is no safetensors file. `ValueError` if the folder has
-    several models, or pickled checkpoints instead.
+    **Raises:** `FileNotFoundError` if a folder has no safetensors file. `ValueError` if it has
+    several models, or if there is only a pickled checkpoint.
     """
     if not path.is_dir():
         if path.suffix in PICKLED:

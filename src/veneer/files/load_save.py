@@ -247,7 +247,8 @@ def _name_folder_in_errors(path: Any, expected: type[Exception]) -> Iterator[Non
     """Add `path`, the path of the folder, to errors of a `with` block.
 
     Errors of the type `expected` keep their message. Others mean that the JSON of the tree in
-    `veneer.json` is damaged, and the message says so. All become `ValueError`.
+    `veneer.json` is damaged, and the message says so. All become `ValueError`. A `_DamagedTensor`
+    already names the file, and is unchanged.
     """
     try:
         yield

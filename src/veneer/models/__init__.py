@@ -186,9 +186,10 @@ class _Stream:
     def listen(
         self, tokenizer: Any, stop: Sequence[int], on_text: Callable[[str], None] | None
     ) -> "_Stream":
-        """Begin a new text. Return this object as a context, which other texts wait for.
+        """Begin a new text, and return this object as a context manager for it.
 
-        `on_text` is called with each new piece of the text. `stop` has the tokens that end it.
+        First wait until the text of another thread is complete. `on_text` is called with each new
+        piece of the text. `stop` has the tokens that end it.
         """
         self._lock.acquire()
         self._tokenizer, self._stop, self._on_text = tokenizer, stop, on_text
