@@ -123,7 +123,7 @@ def _align(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
 
 
 def _broadcasts_to(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether an array of shape `sizes` has the rank of `shape`, and equal sizes or 1."""
+    """Return whether `sizes` is as long as `shape`, and each item is 1 or the item of `shape`."""
     pairs = zip(sizes, shape, strict=False)
     return len(sizes) == len(shape) and all(n in (1, size) for n, size in pairs)
 

@@ -252,7 +252,7 @@ def _(
 
 
 def _neutral(operation: str, dtype: Any) -> Any:
-    """Return the neutral element of a reduction such as "sum" or "max", such as 0 or -inf."""
+    """Return the neutral element of a reduction: for example, 0 for "sum" and -inf for "max"."""
     if operation in ("max", "min", "logsumexp"):
         is_min = operation == "min"
         if jnp.issubdtype(dtype, jnp.bool_):
@@ -285,7 +285,7 @@ def _register_cumulative(operation: str) -> None:
 
 
 def _register_position(operation: str) -> None:
-    """Register the rule of `argmax` or `argmin`."""
+    """Register the rule of `argmax` or `argmin`. `operation` is "max" or "min"."""
     primitive = find_primitive(f"arg{operation}")
 
     @register(primitive)

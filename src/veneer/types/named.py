@@ -364,7 +364,8 @@ class Named(Label):
 class _Metadata(tuple):
     """The static data `(names,)` of a `Named`. Leading axes without a name do not affect equality.
 
-    `jax.jacrev` compares the structures of the input and the result of a `vmap`.
+    `jax.jacrev` requires this: it compares the tree structures of the input and the result of a
+    `vmap`, which has one more axis without a name.
     """
 
     def _without_leading_axes(self) -> Names:

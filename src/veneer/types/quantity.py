@@ -155,7 +155,10 @@ def _parse(text: str, like: Unit | None) -> Unit:
 
 
 def _parser(text: str) -> Any:
-    """Return the function of astropy, or else of pint, that parses units."""
+    """Return the function of astropy that parses units, or of pint if astropy is not installed.
+
+    `text` is the unit to parse, for the error message if neither is installed.
+    """
     for module in _CLASSES:
         try:
             library: Any = importlib.import_module(module)

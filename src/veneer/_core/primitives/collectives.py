@@ -92,9 +92,9 @@ class Exchange(NamedTuple):
         )
 
     def for_leaf(self, leaf: Leaf, dense_shape: Shape, is_checked: bool, is_same: bool) -> Any:
-        """Return the collective to run on a leaf, if this collective is for the dense array.
+        """Return the collective to run on a leaf in place of this collective on the dense array.
 
-        The results of the leaves then represent the result of the dense array. Return
+        The results of all leaves then represent the result of the dense array. Return
         NotImplemented if there is no such collective.
 
         `is_checked` says whether JAX knows which arrays may differ between devices (`check_vma`).

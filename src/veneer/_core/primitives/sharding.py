@@ -359,7 +359,8 @@ def checked_joined_specs(block: Value, spec: P, sizes: Sizes, check_vma: bool) -
     """Return the specs that join the blocks of all devices, or None if they cannot be joined.
 
     If the spec of a leaf omits a mesh axis, JAX takes the leaf from an arbitrary device along this
-    axis. Unlike `joined_specs`, return None if these devices may have different leaves.
+    axis. Unlike `joined_specs`, return None if these devices may have different leaves. `check_vma`
+    is the option of `jax.shard_map`. The other arguments are the same as in `joined_specs`.
     """
     joined = joined_specs(block, spec, sizes)
     if joined is None:

@@ -2,9 +2,9 @@
 
 In the trace, implicit values use their rules. A staged program takes and returns the leaves of
 implicit values. It is cached by the jaxpr and the types of the operands. The trace records an event
-for each primitive that runs on implicit operands.
-Each call of the cached program emits the events again, with the sources of the operands of the
-call: the paths of the weights from which the operands come.
+for each primitive that runs on implicit operands. Each call of the cached program emits the events
+again, with the sources of the operands of the call: the paths of the weights from which the
+operands come.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +160,8 @@ def stage_to_labels(
     """Trace a jaxpr again like `stage`, to a program whose outputs are dense arrays or labels.
 
     A label is an implicit array whose only leaf is the dense array. Other implicit outputs are
-    materialized at the end of the program. If `count` is set, only the first `count` outputs are.
+    materialized at the end of the program. If `count` is set, only the first `count` outputs are
+    materialized, and the others can be of any type.
     """
     outputs = stage_without_events(primitive, jaxpr, values).abstract_outputs()[:count]
     others = [i for i, x in enumerate(outputs) if is_value(x) and not is_label(x)]
@@ -184,7 +185,8 @@ def stage_without_events(
 
     - `primitive`: the name of the primitive that contains the jaxpr.
     - `values`: the operands.
-    - `forms`: by index of an output, `DENSE` or the structure of the label to convert it to.
+    - `forms`: a dict from the index of an output to `DENSE`, to materialize the output, or to the
+      tree structure of the label to which the output is converted.
     - `name`: the name of the jitted function that the jaxpr is from.
     """
     treedef, avals = value_type(list(values))
