@@ -82,6 +82,11 @@ def sharding_rule(
 ) -> tuple[str, dict[str, int], tuple[str, ...]]:
     """Return the sharding rule of a product, for `custom_partitioning` in JAX.
 
+    **Arguments:**
+
+    - `arrays`: the fields of `MatmulOperands` that are not None, as arrays or avals.
+    - `present`: for each field of `MatmulOperands`, whether `arrays` has it.
+
     **Returns:** the rule, the sizes of the factors of divided axes, and the contracted factors.
 
     >>> import jax

@@ -81,7 +81,7 @@ def can_have_kernel(entries: int, batch: Any) -> bool:
 
 
 def least_entries(platform: str, entries: int, batch: int) -> int | None:
-    """Return the least number of codes of a matrix for the kernels of a platform, if it has fewer.
+    """Return how many codes a matrix needs for the kernels of a platform, if it has too few.
 
     The product has `batch` stored matrices with `entries` codes each. Return None if it is large
     enough, if `entries` is symbolic, or if the platform has no kernels that were measured.
@@ -195,8 +195,8 @@ class DeviceKernel(Protocol):
     def product(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
         """Return the product of activations with `codes * scale`, in a program for one device.
 
-        If `takes_zero_points`, zero points are subtracted from the codes. The caller adds the
-        terms of all other zero points and of minima.
+        If `takes_zero_points` is true for the product, zero points are subtracted from the codes.
+        The caller adds the terms of other zero points and of minima.
         """
         ...
 

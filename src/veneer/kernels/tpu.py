@@ -176,7 +176,11 @@ def _decode_exponents(bits: jax.Array) -> jax.Array:
 
 
 def _split_fields(x: jax.Array, layout: StoredLayout) -> jax.Array:
-    """Split activations `[B, M, K]` into one array per field of an entry: `[F, B, M, k]`."""
+    """Split activations `[B, M, K]` into one array per field: `[F, B, M, k]`.
+
+    An entry is one byte, and its codes are called fields. F is the number of fields if columns are
+    contracted, else 1. The size k counts entries.
+    """
     if layout.contracts_rows or layout.fields == 1:
         return x[None]
     batch, m, k = x.shape
@@ -229,8 +233,9 @@ def multiply(
 ) -> jax.Array:
     """Multiply activations by a packed weight. Return f32 `[out_fields, B, M, n]`.
 
-    F is the number of fields, the codes in a byte, or 1. The sizes k and n are in entries, which
-    are bytes. T is the number of scales along K.
+    An entry is one byte, and its codes are called fields. The sizes k and n count entries. F is the
+    number of fields, or 1 if all fields share the array. `out_fields` is the number of result
+    columns per entry. T is the number of scales along K.
 
     **Arguments:**
 

@@ -75,7 +75,7 @@ class Cache:
             return content
 
     def holds(self, name: str) -> bool:
-        """Return whether the cache has an object file of this name."""
+        """Return whether the cache has an object file of this name and the current fingerprint."""
         return self._file(name).exists()
 
     def _file(self, name: str) -> Path:

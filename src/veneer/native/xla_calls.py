@@ -118,13 +118,19 @@ def has_buffers(frame, arguments, results):
 
 @native
 def argument_buffer(frame, index):
-    """Return the address of the XLA_FFI_Buffer of argument `index` of a call."""
+    """Return the address of the XLA_FFI_Buffer of argument `index` of a call.
+
+    `frame` is the address of the call frame.
+    """
     return word(load_i64(frame + _ARGUMENTS), index)
 
 
 @native
 def result_buffer(frame, index):
-    """Return the address of the XLA_FFI_Buffer of result `index` of a call."""
+    """Return the address of the XLA_FFI_Buffer of result `index` of a call.
+
+    `frame` is the address of the call frame.
+    """
     return word(load_i64(frame + _RESULTS), index)
 
 

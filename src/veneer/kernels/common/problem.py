@@ -77,8 +77,9 @@ class Codes:
     - `bits`: the bits of a code, 1 to 8.
     - `dtype`: the dtype of codes of 8 bits (int8, uint8, float8_e4m3fn or float8_e5m2) or of floats
       of 6 bits (float6_e2m3fn or float6_e3m2fn). "" for all other codes.
-    - `values`: the `2**bits` values of all other codes, in the order of the stored fields. In bit
-      planes, they are the fields with or without a sign, minus an integer.
+    - `values`: the `2**bits` values of all other codes, in the order of their bits as unsigned
+      integers. For bit planes, a value must be the bits of the code as an unsigned or signed
+      integer, minus a constant integer.
 
     **Raises:** `ValueError` if no kernel reads such codes.
 
@@ -321,22 +322,22 @@ class MatmulShape:
 
     @property
     def rows(self) -> int:
-        """The rows of the stored matrix."""
+        """The number of rows of the stored matrix."""
         return self.k if self.contracting == "rows" else self.n
 
     @property
     def columns(self) -> int:
-        """The columns of the stored matrix."""
+        """The number of columns of the stored matrix, in codes."""
         return self.n if self.contracting == "rows" else self.k
 
     @property
     def tile_rows(self) -> int:
-        """The rows of the stored matrix that share a scale."""
+        """The number of neighboring rows of the stored matrix that share a scale."""
         return self.tile if self.contracting == "rows" else self._tile_n
 
     @property
     def tile_columns(self) -> int:
-        """The columns of the stored matrix that share a scale."""
+        """The number of neighboring columns of the stored matrix that share a scale."""
         return self._tile_n if self.contracting == "rows" else self.tile
 
     @property

@@ -110,12 +110,12 @@ class KernelRow:
 
     @property
     def dtype(self) -> str:
-        """The dtype of activations that a CPU kernel reads. Others are converted to it."""
+        """The dtype of activations that a CPU kernel reads. Other dtypes are converted to it."""
         return {"float": "float32"}.get(self.activations[0], self.activations[0])
 
     @property
     def has_few_rows(self) -> bool:
-        """True for CPU kernels for few rows of activations."""
+        """True if a CPU kernel is for few rows of activations."""
         return self.variant != "many"
 
     def subtracts_zero_points(self, shape: MatmulShape) -> bool:

@@ -50,7 +50,10 @@ SIZES = {
 
 @instruction
 def load_as_floats(address, dtype):
-    """Read LANES numbers of `dtype`, a key of `SIZES`, and return them as a vector of f32."""
+    """Return a vector of f32, converted from LANES numbers of `dtype` at `address`.
+
+    `dtype` is a key of `SIZES`.
+    """
     name = dtype.literal_value
 
     def emit(builder, address, _):

@@ -348,7 +348,7 @@ def _read_outer_scales(frame, job, index, batch, scale, tiles, first_word):
 
 @native
 def _write_sizes(job, table, out, batch, r, c, matrix_row, tile_rows, tiles):
-    """Write the addresses of the table and the result, and the sizes, to the words of `job`.
+    """Write the addresses of the lookup table and the result, and all sizes, to the words of `job`.
 
     The matrix is `[r, c]`, its rows have `matrix_row` bytes, and it has `[tile_rows, tiles]` tiles.
     `table` and `out` are buffers. Return whether the tiles divide the matrix.

@@ -101,12 +101,12 @@ class JobFunctions(NamedTuple):
 
 @native
 def do_nothing(job):
-    """Do nothing, as `prepare` or `finish` of a kernel that needs no memory."""
+    """Do nothing. This is `prepare` or `finish` of a kernel that needs no memory."""
 
 
 @native
 def free_scratch(job):
-    """Free the memory at SCRATCH, as `finish` of a kernel."""
+    """Free the memory at SCRATCH. This is `finish` of a kernel whose `prepare` allocates it."""
     free(word(job, SCRATCH))
 
 

@@ -215,7 +215,11 @@ def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
 
 @native
 def _update_row_magnitudes(magnitudes, x, columns):
-    """Update the largest magnitude of each of `columns` columns with a row of values at `x`."""
+    """Update the largest magnitude of each of `columns` columns with a row of values.
+
+    `magnitudes` and `x` are the addresses of the magnitudes, as `update_magnitudes` returns them,
+    and of the row.
+    """
     aligned = columns - columns % _STEP
     for i in range(0, aligned, _STEP):
         place = magnitudes + 4 * i
@@ -235,7 +239,10 @@ def _copy_padded_row(to, x, columns):
 
 @native
 def _share_magnitudes(magnitudes, columns, tile):
-    """Set the magnitude of each column to the largest of its tile of `tile` columns."""
+    """Set the largest magnitude of each column to the largest magnitude of its tile.
+
+    A tile has `tile` columns. `magnitudes` is the address of the `columns` magnitudes.
+    """
     for first in range(0, columns, tile):
         most = 0
         for i in range(first, first + tile):

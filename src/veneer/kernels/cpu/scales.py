@@ -126,8 +126,9 @@ _read_int8, _read_uint8 = map(_build_reader, ZERO_POINTS)
 def read_tile_values(job, leaf, row, first, count, to):
     """Write the scales (`leaf` SCALE) or minima (`leaf` MINIMUM) of `count` tiles to `to` as f32.
 
-    Begin with tile `first` of row `row` of tiles, and continue with the next rows of tiles. Rows of
-    tiles are counted over all matrices of the job. The f32 are zero-padded to full vectors. Zero
+    A row of tiles is a row of the array of scales or minima, `[R / TR, C / TC]`. Begin with tile
+    `first` of row `row` of tiles, and continue with the next rows of tiles. Rows of tiles are
+    counted over all matrices of the job. The f32 are zero-padded to full vectors. Zero
     points are converted to minima.
     """
     _read_stored(job, leaf, row, first, count, to)
@@ -422,8 +423,8 @@ def build_stored_minimum_adder(x_rows: int, w_rows: int) -> Any:
     def add_stored_minima(job, sums, x_sums, row, step):
         """Add minima times the sums of x at `x_sums` to the vectors at `sums`.
 
-        The minima of the first row of W are in row `row` of tiles, and the minima of each next row
-        of W are `step` rows of tiles later: 1, or 0 if the rows of W share them.
+        The minima of the first row of W are in row `row` of the array of minima. The minima of
+        each next row of W are `step` rows later: 1, or 0 if the rows of W share minima.
         """
         prevent_inlining()
         minima, tiles = stack(buffer_bytes), word(job, C) // word(job, TC)

@@ -128,7 +128,8 @@ def _compute_tiles(
 ) -> None:
     """Compute the tiles of the result that belong to a block of threads.
 
-    All warpgroups of the block run this function.
+    All warpgroups of the block run this function. The `_ref` arguments are arrays in global memory,
+    and `out_smem` has buffers in shared memory for the result.
     """
     c = kernel.config
     warpgroup = lax.axis_index("wg")
@@ -218,8 +219,9 @@ def _multiply_step(
 ) -> Any:
     """Add the product of one pipeline step to the accumulator, chunk by chunk. Return it.
 
-    `own_n` are the columns of this warpgroup in its block. `scale_smem` has the scales of the step
-    if there are tiles. Otherwise it is empty.
+    `acc` is the accumulator. `own_n` are the columns of this warpgroup in its block. `x_smem` and
+    `w_smem` are the activations and codes of the step in shared memory. `scale_smem` has the scales
+    of the step, or is empty if all codes along K share a scale.
     """
     c = kernel.config
     if kernel.is_tiled:
@@ -254,7 +256,8 @@ def _load_scales(ref: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> 
 def _write_tile(kernel: _HopperKernel, acc: jax.Array, slots: Sequence[Any], out: Any) -> None:
     """Write an accumulator `[tile_n, tile_m]` to its tile of the result, transposed.
 
-    A few rows at a time are copied through `slots`, two buffers in shared memory.
+    A few rows at a time are copied through `slots`, two buffers in shared memory, to the tile `out`
+    in global memory.
     """
     rows = kernel.config.out_rows
     result = plgpu.layout_cast(acc.astype(kernel.out_dtype), Layout.WGMMA_TRANSPOSED)

@@ -162,8 +162,8 @@ def _build_range_product(kind: str) -> Any:
 
         Only panels `begin` to `end` of the columns are multiplied. `sums` is the address of the
         vectors: W is divided into groups of rows, and each group has a vector per pair of a row of
-        x and a row of W. The scales of row `first` are in row `tile_row` of tiles. If x was
-        multiplied by scales, the scale at `unit_scale`, 1.0, is used instead.
+        x and a row of W. The scales of row `first` are in row `tile_row` of the array of scales. If
+        x was multiplied by scales, the scale at `unit_scale`, 1.0, is used instead.
         """
         tail, numbers = stack(TAIL), stack(ALL_SCALE_BYTES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
@@ -294,7 +294,8 @@ def _add_minima(job, rows, sums, x_sums, first, last, tile_row):
     """Add products of minima with sums of x over tiles to the vectors at `sums`.
 
     The minima belong to rows `first` to `last` of W. The minima of row `first` are in row
-    `tile_row` of tiles. `x_sums` is the address of the sums of a block of `rows` rows of x.
+    `tile_row` of the array of minima. `x_sums` is the address of the sums of a block of `rows` rows
+    of x.
     """
     next = 1 if word(job, TR) == 1 else 0  # rows of tiles per row of W
     while first < last:

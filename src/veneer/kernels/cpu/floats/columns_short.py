@@ -132,7 +132,10 @@ def build(kind: str) -> JobFunctions:
 
 @native
 def _folds_scales(job):
-    """Return whether x is multiplied by the scales: rows of W share a row of several scales."""
+    """Return whether scales are multiplied into x, not into W.
+
+    They are if several rows of W share a row of several scales.
+    """
     return word(job, TR) > 1 and word(job, TC) < word(job, C)
 
 
@@ -270,7 +273,8 @@ def _add_minima(job, x, y, rows, minima, next_minimum, first):
 def _build_vector_product(kind: str, rows: int, has_tiles: bool = False) -> Any:
     """Return an instruction that multiplies `rows` rows of x by `LANES / rows` rows of W.
 
-    It adds the products of SHORT_VECTORS vectors of columns to one vector per pair of rows. If
+    For each pair of a row of x and a row of W, it adds the products of SHORT_VECTORS vectors of
+    columns to one vector of sums. If
     `has_tiles`, decoded values are scaled: the scales of rows of W are `next_scale` bytes apart,
     `1 << shift` vectors share a scale, and `first` vectors of the row come before these columns.
     Otherwise these arguments are ignored.

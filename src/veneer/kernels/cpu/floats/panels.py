@@ -209,7 +209,7 @@ def multiply_panels(sums, x, stride, table, scales, w, row_bytes, kind, strategy
 def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callable[[int, int], Any]:
     """Return a function `decode(c, j)` that emits vector `j` of the panel of row `c` of W, as f32.
 
-    `places` and `tables` have the address and the lookup table of the panel of each row.
+    For each row, `places` has the address of its panel, and `tables` has its lookup table of codes.
     """
     if kind in PLANE_BITS:
         units, bits = COLUMNS[kind] // 8, BITS[kind]
@@ -237,7 +237,8 @@ def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callabl
 def scale_layout(job, strategy):
     """Return 1 / TC as a fixed-point number, and the number of scales per row of W.
 
-    `load_panel_scales` finds scales by them. If x was multiplied by the scales, the first number is
+    TC is the number of columns that share a scale. `load_panel_scales` takes the pair as `layout`,
+    to find scales. If x was multiplied by the scales, the first number is
     0, so that the scale at index 0 is read for all columns.
     """
     tile = word(job, TC)
@@ -284,9 +285,10 @@ def load_panel_scales(address, stride, column, layout, lane_tiles, rows, kind, s
 
 
 def _load_lane_scales(builder: Any, places: Any, lane_tiles: Any, count: Any) -> list[Any]:
-    """Return a vector of scales for each address: lane d has the scale of tile `lane_tiles[d]`.
+    """Return a vector of scales for each address in `places`.
 
-    `count` scales are stored from the address on, and no memory after them is read.
+    Lane d of a vector has the scale of tile `lane_tiles[d]`, counted from the address. `count`
+    scales are stored from the address on, and no memory after them is read.
     """
     count = broadcast(builder, builder.trunc(count, I32))
     exists = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
@@ -336,7 +338,8 @@ class PanelX(NamedTuple):
     - `block_address(job, batch, m)`: returns the address of the block that begins with row m of x.
     - `sums_address(job, batch, m)`: returns the address of the sums of row m of x over tiles.
     - `fold(job, to, x, rows, tile_row, first, last)`: writes the panels from `first` to `last` of a
-      block of x with `rows` rows, multiplied by the scales of row `tile_row` of tiles.
+      block of x with `rows` rows, multiplied by the scales in row `tile_row` of the array of
+      scales.
     """
 
     prepare: Any
@@ -424,7 +427,10 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def fold(job, to, x, rows, tile_row, first, last):
-        """Write panels `first` to `last` of a block of x, multiplied by their scales."""
+        """Write panels `first` to `last` of a block of x with `rows` rows to `to`, times scales.
+
+        Each column is multiplied by its scale, from row `tile_row` of the array of scales.
+        """
         scales = stack(BYTES)
         for panel in range(first, last):
             expand_scales(job, scales, tile_row, panel)

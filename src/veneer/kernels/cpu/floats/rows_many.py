@@ -129,8 +129,8 @@ class BlockFunctions(NamedTuple):
 def expand_tile_row(job, leaf, batch, tile, column, columns, to):
     """Write the f32 scale or minimum of each of `columns` columns of W, from `column` on, to `to`.
 
-    Read the values from row `tile` of tiles of matrix `batch`. `leaf` is SCALE or MINIMUM. `to`
-    must have space for full vectors. Return whether all values are finite.
+    Read the values from row `tile` of the array of scales or minima of matrix `batch`. `leaf` is
+    SCALE or MINIMUM. `to` must have space for full vectors. Return whether all values are finite.
     """
     prevent_inlining()
     numbers, tc = stack(_CHUNK_BYTES), word(job, TC)

@@ -61,8 +61,7 @@ _sum_activations = build_sum(16)
 def _build_minimum_adder(rows: int) -> Any:
     """Return a function that adds products of minima with sums of activations over tiles.
 
-    It adds them to the f32 sums of `rows` rows of activations in a panel, for `tiles` tiles along
-    K.
+    It adds them to f32 sums of `rows` rows of activations in a panel, for `tiles` tiles along K.
     """
 
     @native

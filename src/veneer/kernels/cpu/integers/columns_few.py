@@ -127,7 +127,7 @@ def _build_products(kind: str) -> list[Any]:
     def add_products(total, x, next_x, codes, table):
         """Return `total` plus the products of rows of x with a group of codes of each row of W.
 
-        Rows of x are `next_x` bytes apart.
+        A group is a vector of bytes of codes. Rows of x are `next_x` bytes apart.
         """
         for field in range(fields):
             field_codes = read(table, codes, field * bits)
