@@ -127,7 +127,7 @@ class Contents:
             return [ref[...] for ref in self.refs[: self.treedef.num_leaves]]
 
     def _is_lost(self) -> bool:
-        """Return whether JAX has deleted the buffer of a reference."""
+        """Return whether JAX has deleted the buffer of a reference to the contents."""
         return self.is_concrete and any(ref._refs._buf.is_deleted() for ref in self.refs or ())
 
     def _traces_inside(self) -> list[Trace]:
@@ -155,9 +155,9 @@ class Contents:
         self.is_written = True
 
     def _write_values(self, leaves: Sequence[Any], treedef: Any) -> None:
-        """Replace the contents with a pytree of the trace in which the contents were made.
+        """Replace the contents with a pytree whose leaves are values in the creation trace.
 
-        Its structure may be new.
+        The creation trace is the trace in which the contents were made. The structure may be new.
         """
         with _lock:
             if self.refs is not None and self._has_types(leaves, treedef) and not self._is_lost():
@@ -172,9 +172,10 @@ class Contents:
     ) -> tuple[list[Any], Any]:
         """Convert a pytree of the current trace to the trace in which the contents were made.
 
-        `leaves` and `treedef` are the pytree. The result is a pair, too. `traces` are the traces
-        between. A leaf that one of them differentiates becomes its primal. Raise ValueError if a
-        leaf depends on these traces in another way, for example because `jax.vmap` maps it.
+        `leaves` and `treedef` are the pytree, and so are the two results. `traces` are the traces
+        that were started since the contents were made. A leaf that one of them differentiates
+        becomes its primal. Raise ValueError if a leaf depends on these traces in another way, for
+        example because `jax.vmap` maps it.
         """
         for trace in traces:
             leaves = [primal_in(trace, leaf) for leaf in leaves]

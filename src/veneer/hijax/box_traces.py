@@ -103,7 +103,7 @@ def alias_error(contents: "Contents") -> ValueError:
 
 
 class _State(local):
-    """The functions that `vn.jit` and `jax.jit` trace and call in one thread."""
+    """The functions that `vn.jit` and `jax.jit` are tracing or calling now in one thread."""
 
     def __init__(self) -> None:
         self.frames: list[JitFrame] = []  # innermost last

@@ -40,9 +40,10 @@ Forms = Mapping[int, Any]
 class TypeMismatch(Exception):
     """An internal signal: a carry changes its type, or branches return different types.
 
-    `forms` maps the index of each such value, in the carry or among the results, to a pair: the
-    form to convert the value to, and a function `next_form`. If the types still differ after the
-    conversion to `form`, `next_form(form)` returns another form to try, or raises `TypeError`.
+    `forms` maps the index of each value whose types differ, in the carry or among the results, to a
+    pair `(form, next_form)`. `form` says what to convert the value to: a dense array, one operand
+    of a high type, or a label. If the types still differ after the conversion, `next_form(form)`
+    returns the form to try next, or raises `TypeError`.
     """
 
     def __init__(self, forms: dict[int, tuple[Any, Callable[[Any], Any]]]):
@@ -52,8 +53,8 @@ class TypeMismatch(Exception):
 def check_branches(check: Callable) -> Callable:
     """Wrap JAX's check that two branches return the same types.
 
-    If the types of an implicit array differ, the wrapper raises `TypeMismatch` before JAX raises an
-    error.
+    If the branches return an implicit array of different types, the wrapper raises `TypeMismatch`
+    before JAX raises its own error. The conditional is then called again with converted results.
     """
 
     def compare(name: str, *args: Any) -> None:
@@ -64,10 +65,11 @@ def check_branches(check: Callable) -> Callable:
 
 
 def _compare_types(where: str, tree_1: Any, tree_2: Any) -> None:
-    """Raise `TypeMismatch` if two trees of types differ in the type of an implicit array.
+    """Raise `TypeMismatch` if an implicit array has different types in two pytrees of types.
 
-    Nothing is raised for trees of different structures, or for other types: JAX reports these.
-    `where` names a value in errors, with `{}` for the index of the value, as in "carry {} of scan".
+    If the structures differ, or the types of dense arrays, return: JAX itself raises an error for
+    these. `where` names a value in errors, with `{}` for the index of the value, as in "carry {} of
+    scan".
     """
     (types_1, treedef_1), (types_2, treedef_2) = map(_flatten, (tree_1, tree_2))
     if not is_enabled() or treedef_1 != treedef_2:
@@ -96,15 +98,20 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _is_implicit(x: Any) -> bool:
-    """Return whether `x` is an implicit array: a pytree of leaves or one typed value."""
+    """Return whether `x` is an implicit array, in either of its two forms.
+
+    The forms are a pytree that has all of its leaves, and one operand of a high type, which is a
+    `HighArray` or a tracer.
+    """
     x = value_of(x)
     return is_typed(x) or (isinstance(x, Value) and is_complete(x))
 
 
 def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
-    """Return `wrap(function)`. Keep it as the attribute `name` of the function for later calls.
+    """Return `wrap(function)`, and the same wrapper in later calls for the same function.
 
-    JAX's caches of traced functions compare functions by identity.
+    The wrapper is stored on the function, as the attribute `name`. With a new wrapper for each
+    call, JAX would trace again, because its caches compare functions by identity.
     """
     wrapped = getattr(function, name, None)
     # functools.wraps copies attributes, and a bound method has the attributes of its function.
@@ -117,10 +124,11 @@ def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -
 
 
 def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
-    """Convert a value in a carry or among results to a form, if it can have the form.
+    """Convert `x`, a value in the carry of a loop or a result of a branch, to a form.
 
-    The form is `DENSE` (materialized), `_TYPED` (one operand of a high type), or the tree structure
-    of a label. Otherwise return `x` unchanged. A report of materialization names `primitive`.
+    `form` is `DENSE` (materialize `x`), `_TYPED` (one operand of a high type), or the tree
+    structure of a label, which holds a dense array and metadata. If `x` cannot have the form,
+    return it unchanged. A report of materialization names `primitive`, the loop or the conditional.
     """
     if form is DENSE:
         return materialise_traced(primitive, x) if _is_implicit(x) else x
@@ -133,9 +141,10 @@ def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
 
 
 def _convert_leaves(forms: Forms, primitive: Primitive, tree: Any) -> Any:
-    """Convert the values in a tree to the forms that `forms` has for their indices.
+    """Convert some of the values in a carry or among results to other forms.
 
-    A report of materialization names `primitive`.
+    `forms` maps the index of a value in the pytree `tree` to its new form, as for `_convert`. A
+    report of materialization names `primitive`, the loop or the conditional.
     """
     leaves, treedef = _flatten(tree)
     for i, form in forms.items():
@@ -145,9 +154,9 @@ def _convert_leaves(forms: Forms, primitive: Primitive, tree: Any) -> Any:
 
 @contextmanager
 def _events_at_end() -> Iterator[None]:
-    """Report the events of a block, such as materializations, at its end.
+    """Record the events of a block, such as materializations, and report them when it ends.
 
-    If the block raises, report none: the block runs again after a `TypeMismatch`.
+    If the block raises, report none, because the block runs again after a `TypeMismatch`.
     """
     if current_policy() is ALLOW:
         yield
@@ -164,9 +173,10 @@ def _call_until_types_match(
 ) -> Any:
     """Call a loop or a conditional of JAX, and call it again after each `TypeMismatch`.
 
-    `function(arguments)` makes the call, with the arguments by name. Before a further call,
-    `convert(forms, name, x)` replaces each argument. `forms` has the forms of all values that need
-    a conversion, and `x` is the argument `name` of the first call.
+    `function(arguments)` makes the call. `arguments` maps the names of the arguments to their
+    values. Before another call, each argument becomes `convert(forms, name, x)`, where `x` is its
+    original value. `forms` maps the index of a value, in the carry or among the results, to the
+    form that it needs.
     """
     forms: dict[int, Any] = {}  # by the index of a value in the carry or among the results
     converted = arguments
@@ -191,8 +201,9 @@ def unify_carry(loop: Callable) -> Callable:
     """Wrap `lax.scan` or `lax.while_loop`, so that the carry keeps its type.
 
     The body returns each implicit array of the carry in the form of the initial carry: as a pytree
-    of leaves, or as one typed value. If the types still differ, the initial carry is converted.
-    Results of a scan that cannot be stacked are materialized.
+    of leaves, or as one operand of a high type. If the types still differ, the initial carry is
+    converted, for example to dense arrays. Results of a scan that cannot be stacked are
+    materialized.
     """
     primitive = _SCAN if loop.__name__ == "scan" else _WHILE
 
@@ -221,8 +232,8 @@ def unify_carry(loop: Callable) -> Callable:
 def _wrap_scan_body(function: Callable) -> Callable:
     """Wrap the body of a scan.
 
-    Each implicit array in the new carry gets the form of the old one: a pytree of leaves or one
-    typed value. Results that cannot be stacked are materialized.
+    Each implicit array in the new carry gets the form that it has in the old carry: a pytree of
+    leaves, or one operand of a high type. Results that cannot be stacked are materialized.
     """
 
     @wraps_with_signature(function)
@@ -257,8 +268,9 @@ _WRAPPERS = {"f": _wrap_scan_body, "body_fun": _wrap_while_body, "cond_fun": _wr
 def _match_carry(primitive: Primitive, loop_name: str, before: Any, after: Any) -> Any:
     """Convert `after`, the new carry of a loop, to the form of `before`, the old carry.
 
-    The form of an implicit array is a pytree of leaves or one typed value. Raise `TypeMismatch` if
-    the types of an implicit array still differ. A report of materialization names `primitive`.
+    The form of an implicit array is a pytree of leaves or one operand of a high type. Raise
+    `TypeMismatch` if the types of an implicit array still differ. A report of materialization names
+    `primitive`, and an error names `loop_name`.
     """
     (old, tree), (new, new_tree) = _flatten(before), _flatten(after)
     if tree != new_tree or not any(map(_is_implicit, (*old, *new))):
@@ -270,10 +282,12 @@ def _match_carry(primitive: Primitive, loop_name: str, before: Any, after: Any) 
 
 
 def _match_form(primitive: Primitive, example: Any, result: Any) -> Any:
-    """Convert `result` to the form of `example`: a pytree of leaves, one typed value, or dense.
+    """Convert `result`, from the body of a loop or from a branch, to the form of `example`.
 
-    The class and the types of leaves do not change, unless `result` is materialized. So the types
-    can still differ. A report of materialization names `primitive`.
+    The form is a pytree of leaves, one operand of a high type, or a dense array. `result` is
+    materialized only if `example` is dense. Otherwise it keeps its class and the types of its
+    leaves, so its type can still differ from the type of `example`. A report of materialization
+    names `primitive`.
     """
     if is_value(example):
         result = unpack(result)
@@ -299,9 +313,9 @@ def _match_form(primitive: Primitive, example: Any, result: Any) -> Any:
 def unify_branches(choose: Callable) -> Callable:
     """Wrap `lax.cond`, or JAX's function for `lax.switch` and `lax.platform_dependent`.
 
-    A result becomes a pytree of leaves if an operand of the same class is a pytree. If the types of
-    two branches still differ, the results become one typed value, a label or a dense array. An
-    implicit predicate or index is materialized.
+    An implicit result becomes a pytree of leaves if an operand of the same class is a pytree. If
+    the types of two branches still differ, the results become one operand of a high type, a label
+    (a dense array with metadata), or a dense array. An implicit predicate or index is materialized.
     """
 
     def convert(forms: Forms, name: str, x: Any) -> Any:
@@ -342,8 +356,8 @@ def _map_branches(
     """Wrap the branches in one argument of `lax.cond` or `lax.switch`.
 
     `argument` is the name of the argument and `x` is its value: a branch, a list of branches, or
-    something else, which is returned unchanged. A branch keeps its wrapper as the attribute
-    `attribute`.
+    something else, which is returned unchanged. `wrap` wraps one branch. The wrapper is stored on
+    the branch, as the attribute `attribute`, so that later calls reuse it.
     """
     if argument == "branches":
         return [_wrap_once(branch, attribute, wrap) for branch in x]
@@ -351,9 +365,10 @@ def _map_branches(
 
 
 def _use_operand_forms(function: Callable) -> Callable:
-    """Wrap a branch: a result becomes a pytree if an operand of its class is a pytree.
+    """Wrap a branch: an implicit result becomes a pytree of leaves if an operand is such a pytree.
 
-    The last such operand is the example, also for the forms of the parts of the implicit array.
+    The operand must have the class of the result. If several operands have this class, the last one
+    counts. An implicit array inside the result gets the form that it has inside this operand.
     """
 
     def branch(*args: Any) -> Any:

@@ -59,7 +59,11 @@ _COTANGENT, _TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
 
 
 def call_custom_vjp(call: Callable) -> Callable:
-    """Wrap `jax.custom_vjp.__call__`, to convert the arguments and results of the rules."""
+    """Wrap `jax.custom_vjp.__call__`, to convert the arguments and results of the user's rules.
+
+    The rules take and return one derivative for each implicit array. JAX uses one for each leaf, or
+    for each dense array whose class sets `dense_tangent`.
+    """
 
     @wraps(call)
     def call_with_values(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +81,10 @@ def call_custom_vjp(call: Callable) -> Callable:
 
 
 def _with_functions(function: Any, **functions: Callable) -> Any:
-    """Copy a `jax.custom_vjp` or `jax.custom_jvp`, with `functions` in place of its attributes."""
+    """Return a copy of a `jax.custom_vjp` or `jax.custom_jvp` with other functions.
+
+    `functions` maps the names of its attributes, such as `fun` and `fwd`, to the new functions.
+    """
     copy = object.__new__(type(function))
     vars(copy).update(vars(function), **functions)
     return copy
@@ -88,9 +95,10 @@ def _wrap_function(
 ) -> Callable:
     """Wrap the function that a `custom_vjp` or `custom_jvp` differentiates.
 
-    The function gets implicit arrays. Each of its results with a dense tangent becomes one leaf for
-    JAX. `nondiff_argnums` are the positions of static arguments, which stay unchanged. A call sets
-    the only element of `result_types`, if it is a list, to the tree of the types of the results.
+    The function gets implicit arrays. A result whose tangent is one dense array becomes one leaf
+    for JAX. `nondiff_argnums` are the positions of static arguments, which stay unchanged. If
+    `result_types` is a list, a call sets its only element to the pytree of the types of the
+    results.
     """
 
     @wraps_with_signature(function)
@@ -104,7 +112,7 @@ def _wrap_function(
 
 
 def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
-    """Return arguments with an implicit array in place of each operand or tangent of a high type.
+    """Return arguments with an implicit array in place of each `HighArray` or `Tangent`.
 
     The static arguments, at the positions `nondiff_argnums`, stay unchanged.
     """
@@ -121,9 +129,10 @@ def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
 class _Residuals:
     """The residuals of a `fwd` rule, with the arguments that the backward pass needs.
 
-    `operands` are the arguments that are not static, with None for each dense array. They convert a
-    dense cotangent to cotangents of leaves. JAX does not copy residuals that are arguments.
-    `treedef` and `avals` are the structure and the types of the arguments as JAX flattens them.
+    `operands` are the arguments that are not static, with None for each dense array. The backward
+    pass uses them to convert a dense cotangent to cotangents of leaves. JAX does not copy residuals
+    that are arguments. `treedef` and `avals` are the structure and the types of the arguments as
+    JAX flattens them.
     """
 
     residuals: Any
@@ -208,10 +217,11 @@ def _wrap_backward(function: Any) -> Callable:
 
 
 def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
-    """Convert the cotangents that a user's rule returns to those that JAX expects.
+    """Convert the cotangents that a `bwd` rule returns to the cotangents that JAX expects.
 
-    `types` and `operands` are the types and the values of the arguments, as in `_Residuals`. If the
-    tree structures differ, return the cotangents unchanged, for which JAX raises an error.
+    `types` and `operands` are the types and the values of the arguments of the function, as in
+    `_Residuals`. If the tree structures differ, return the cotangents unchanged, for which JAX
+    raises an error.
     """
     if not isinstance(cotangents, tuple | list):
         return cotangents
@@ -223,11 +233,11 @@ def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
 
 
 def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
-    """Return the cotangent that JAX expects for one argument, given the one that a rule returns.
+    """Convert `ct`, which a `bwd` rule returns for one argument, to the cotangent that JAX expects.
 
     None is a zero. `t` is the type of the argument: an array type, a high type, or an implicit
-    array whose leaves are types. A cotangent has the same structure as its type.
-    `operand` is the implicit array, or None. It is needed only if `ct` is dense.
+    array whose leaves are types. A cotangent has the same structure as its type. `operand` is the
+    argument if it is an implicit array, or None. It is needed only if `ct` is dense.
     """
     if ct is None:
         return None
@@ -241,8 +251,9 @@ def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
 def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
     """Return an implicit array of cotangents, or a `Tangent` if `t` is a high type.
 
-    `ct` has a cotangent for each leaf, or is the cotangent of the dense array. The latter is pulled
-    back to the leaves of `operand`, the implicit array. Return None if `ct` is a `SymbolicZero`.
+    `t` is the type of the argument `operand`, an implicit array. `ct` has a cotangent for each of
+    its leaves, or is the cotangent of its dense array, which is then pulled back to the leaves.
+    Return None if `ct` is a `SymbolicZero`.
     """
     if isinstance(ct, SymbolicZero):
         return None
@@ -260,7 +271,7 @@ def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
 
 
 def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
-    """Convert the cotangent of the dense array of `operand` to cotangents of its leaves.
+    """Convert `ct`, the cotangent of the dense array of `operand`, to cotangents of its leaves.
 
     The result is a `Tangent` if `t`, the type of `operand`, is a high type. Otherwise it is an
     implicit array of cotangents.
@@ -298,7 +309,11 @@ def _cotangent_error(ct: Any, t: Any) -> TypeError:
 
 
 def call_custom_jvp(call: Callable) -> Callable:
-    """Wrap `jax.custom_jvp.__call__`, to convert the arguments and results of the rule."""
+    """Wrap `jax.custom_jvp.__call__`, to convert the arguments and results of the user's rule.
+
+    The rule takes and returns one derivative for each implicit array. JAX uses one for each leaf,
+    or for each dense array whose class sets `dense_tangent`.
+    """
 
     @wraps(call)
     def call_with_values(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -316,8 +331,9 @@ def call_custom_jvp(call: Callable) -> Callable:
 def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Callable:
     """Wrap the rule of a `custom_jvp`, to return results of the same types as the function.
 
-    The first `static_count` arguments are static. `result_types` is a list that holds the tree of
-    result types once the function itself has run. It is empty before.
+    The first `static_count` arguments are static. When the function itself has run, the only
+    element of the list `result_types` is the pytree of the types of its results. Before, the list
+    is empty.
     """
 
     to_pytree = lambda x: with_dense_tangents(unpack(x))
@@ -347,10 +363,10 @@ def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Call
 
 
 def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
-    """Return the tangent that JAX expects for the result `primal`, given the one of the rule.
+    """Convert `tangent`, which a `jvp` rule returns for a result, to the tangent that JAX expects.
 
-    `t` is the type of the result in the function: an array type, a high type, or an implicit array
-    whose leaves are types.
+    `primal` is the result. `t` is its type when the function itself runs: an array type, a high
+    type, or an implicit array whose leaves are types.
     """
     if is_value(t):
         leaves, structure = jax.tree.flatten(primal)
@@ -365,8 +381,8 @@ def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
 def _convert_leaf_tangent(leaf: Any, tangent: Any) -> Any:
     """Return the tangent of one leaf of a result as one array.
 
-    If the leaf is an implicit array, the tangent can have one array for each of its leaves. These
-    are combined to the tangent of the dense array.
+    If the leaf is an implicit array, `tangent` can have one array for each of its leaves. These are
+    combined to the tangent of the dense array.
     """
     if not is_value(tangent):
         return tangent
@@ -403,10 +419,12 @@ def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
 
 
 def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
-    """Call `rule(primals, derivatives)`, a user's rule, and mark its derivatives as such.
+    """Call `rule(primals, derivatives)`, and mark implicit derivatives as derivatives of leaves.
 
-    An operation that takes a marked derivative as an array raises an error. `within_rule` is set
-    during the call, so that the marks survive calls of JAX inside the rule.
+    `rule` is the user's rule for a `custom_jvp`, or the `bwd` rule of a `custom_vjp`, for which
+    `primals` are the residuals. An operation that takes a marked derivative as an array raises an
+    error. `within_rule` is set during the call, so that the marks survive calls of JAX inside the
+    rule.
     """
     mark = lambda x: mark_derivatives(unpack_tangent(x))
     derivatives = jax.tree.map(mark, derivatives, is_leaf=is_value)

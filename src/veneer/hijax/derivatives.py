@@ -39,10 +39,10 @@ _JACOBIAN = Primitive("jacobian")
 
 
 class _Differentiated:
-    """A function for `jax.grad` and Jacobians, which differentiate only arrays.
+    """A wrapper of the function that `jax.grad` or a Jacobian differentiates. It returns arrays.
 
-    Its results are converted by `_leaves_for_jacobian`. With `has_aux`, the function returns a pair
-    with results that are not differentiated.
+    `_leaves_for_jacobian` converts its implicit results. With `has_aux`, the function returns a
+    pair, and only the first part is differentiated and converted.
     """
 
     def __init__(self, function: Callable, has_aux: bool = False):
@@ -60,7 +60,12 @@ class _Differentiated:
 
 
 def _leaves_for_jacobian(x: Any) -> Any:
-    """Return a result as an array if it has a dense tangent or is a scalar, else as a pytree."""
+    """Return a result of a function that `jax.grad` or a Jacobian differentiates, as arrays.
+
+    An implicit array is materialized if its tangent is one dense array, or if it is a scalar.
+    Otherwise, or if it is a label (one dense array with metadata), it becomes a pytree of its
+    leaves.
+    """
     x = expose(x)
     if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):
         return x
@@ -71,7 +76,11 @@ def _leaves_for_jacobian(x: Any) -> Any:
 
 
 def split_arguments(argnums_partial: Callable) -> Callable:
-    """Wrap JAX's function that splits off the arguments that `jax.grad` differentiates by."""
+    """Wrap JAX's function that splits off the arguments that `jax.grad` differentiates by.
+
+    An implicit argument whose tangent is one dense array becomes one leaf. The function that is
+    differentiated becomes a `_Differentiated`, whose results are arrays.
+    """
 
     def split(*args: Any) -> Any:
         function, arguments = argnums_partial(*args)
@@ -83,7 +92,11 @@ def split_arguments(argnums_partial: Callable) -> Callable:
 
 
 def pull_back(vjp: Callable) -> Callable:
-    """Wrap `jax.vjp`, which `jax.grad` calls too."""
+    """Wrap `jax.vjp`, which `jax.grad` calls too, for implicit arguments and results.
+
+    An argument whose tangent is one dense array becomes one leaf. The cotangents of other implicit
+    arguments are marked as derivatives of leaves.
+    """
 
     def vjp_of_values(function: Callable, *primals: Any, has_aux: bool = False, **kw: Any) -> Any:
         if not is_enabled():
@@ -106,9 +119,11 @@ def _parameter_names(function: Callable) -> tuple[str, ...]:
 
 
 def _mark_cotangents(pull: Any) -> Any:
-    """Let a `jax.vjp` function mark its results, and return it.
+    """Replace an attribute of `pull`, so that `pull` marks its results. Return `pull`.
 
-    Its attribute `fun` is a partial function that returns the function to call with cotangents.
+    `pull` is the function of cotangents that `jax.vjp` returns. A mark says that an implicit array
+    holds derivatives of leaves. JAX calls the attribute `fun`, a partial function, to get a
+    function of the cotangents.
     """
     fun, names = pull.fun, _parameter_names(pull.fun.func)
 
@@ -123,16 +138,21 @@ def _mark_cotangents(pull: Any) -> Any:
 
 
 def _call_and_mark(in_tree: Any, has_logs: bool, pull: Callable, cotangents: Any) -> Any:
-    """Return `pull(cotangents)`, marked like the arguments, whose structure is `in_tree`.
+    """Return `pull(cotangents)`, with derivatives of leaves marked as such.
 
-    With `has_logs`, the result has another structure and is not marked.
+    `in_tree` is the tree structure of the arguments of the differentiated function. With
+    `has_logs`, the result has another structure and is not marked.
     """
     out = jax.tree.map(expose, pull(cotangents))
     return out if has_logs or not is_enabled() else _mark_like(in_tree, out)
 
 
 def push_forward(jvp: Callable) -> Callable:
-    """Wrap the function of JAX that computes `jax.jvp`, and the columns of `jax.jacfwd`."""
+    """Wrap the function of JAX that computes `jax.jvp`, and the columns of `jax.jacfwd`.
+
+    An implicit argument whose tangent is one dense array becomes one leaf. The tangents of other
+    implicit results are marked as derivatives of leaves.
+    """
 
     def jvp_of_values(function: Any, primals: Any, tangents: Any, has_aux: bool = False) -> Any:
         if not is_enabled():
@@ -148,7 +168,11 @@ def push_forward(jvp: Callable) -> Callable:
 
 
 def linearize(jax_linearize: Callable) -> Callable:
-    """Wrap `jax.linearize`."""
+    """Wrap `jax.linearize`, for implicit arguments and results.
+
+    An argument whose tangent is one dense array becomes one leaf. The returned function marks the
+    tangents of other implicit results as derivatives of leaves.
+    """
 
     def linearize_values(function: Callable, *primals: Any, **kwargs: Any) -> Any:
         if not is_enabled():
@@ -170,10 +194,10 @@ def linearize(jax_linearize: Callable) -> Callable:
 
 
 def _mark_like(tree: Any, derivatives: Any) -> Any:
-    """Mark the derivatives of values without a dense tangent. Return all derivatives.
+    """Mark each item of `derivatives` that has a derivative of each leaf. Return `derivatives`.
 
-    `tree` is the structure of the primals. The derivative of a value with a dense tangent stands
-    for an array, even if it is a value too, so it is not marked.
+    `tree` is the structure of the primals. If the tangent of a primal is one dense array, its
+    derivative represents an array, even if it is implicit, and is not marked.
     """
     primals = jax.tree.unflatten(tree, [0] * tree.num_leaves)
     if values_of(primals):
@@ -185,7 +209,8 @@ def _mark_like(tree: Any, derivatives: Any) -> Any:
 def map_derivatives(vmap: Callable) -> Callable:
     """Wrap `jax.vmap`, to map over leaves when a Jacobian maps a derivative over basis vectors.
 
-    These derivatives have one more axis on each leaf.
+    Each leaf of such derivatives has one more axis than in the primals. It is not an axis of the
+    represented array.
     """
 
     def vmap_by_leaves(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,12 +238,20 @@ def map_derivatives(vmap: Callable) -> Callable:
 
 
 def keep_marks_in_jit(infer_params: Callable) -> Callable:
-    """Wrap the function of JAX that flattens the arguments of a jitted function."""
+    """Wrap the function of JAX that flattens the arguments of a jitted function, to keep marks.
+
+    A mark says that an implicit array holds derivatives of leaves. Without the wrapper, a jitted
+    function that a derivative rule calls would lose it.
+    """
     return lambda function, info, *args: infer_params(function, info, *map(keep_marks, args))
 
 
 def keep_marks_in_tree_map(tree_flatten: Callable) -> Callable:
-    """Wrap the `tree_flatten` that `jax.tree.map` calls. A map of derivatives is marked again."""
+    """Wrap the `tree_flatten` that `jax.tree.map` calls, so that its result keeps marks.
+
+    A mark says that an implicit array holds derivatives of leaves. The wrapper applies only inside
+    a user's derivative rule.
+    """
     tree_map = jax.tree_util.tree_map.__code__
 
     def flatten(tree: Any, *args: Any, **kwargs: Any) -> Any:

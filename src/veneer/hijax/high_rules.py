@@ -89,9 +89,10 @@ def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
 def _types_of_results(
     operation: Operation, types: Any, context: Any
 ) -> tuple[tuple[Any, ...], Any]:
-    """Return the types of the results and JAX's effects, for operands of some types.
+    """Return the types of the results and JAX's effects, given the types of the operands.
 
-    Raise NotImplementedError if the operation uses a `jax.Ref` that is not an operand.
+    `context` is only a part of the key of the cache. Raise NotImplementedError if the operation
+    uses a `jax.Ref` that is not an operand.
     """
     del context  # part of the key: types depend on x64 and on the mesh
     result_types: list[Any] = []
@@ -154,9 +155,9 @@ def _rule_jvp(
     varies: tuple[bool, ...],
     out: Sequence[Any],
 ) -> list[Any]:
-    """Return the tangents of the results `out`. JAX differentiates the rule on the leaves.
+    """Return the tangents of the results `out`, by differentiating the operation on the leaves.
 
-    `varies` says which tangents are not `Zero`.
+    `varies` says which of the tangents are not `Zero`.
     """
     wanted = tuple(has_tangent(jax.typeof(x)) for x in out)
     varying = compress(tangents, varies)
@@ -168,9 +169,9 @@ def _rule_jvp(
 def _program_jvp(
     operation: Apply, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results of a primitive and their tangents, by the derivative rule of JAX.
+    """Return the results of a JAX primitive and their tangents, by JAX's derivative rule for it.
 
-    The derivative rule takes the implicit operands and dense tangents.
+    The derivative rule takes the implicit operands, and one dense tangent for each.
     """
     operands = [as_high_array(value_of(p)) for p in primals]
     dense = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
@@ -191,10 +192,10 @@ def _dense_tangent(primal: Any, tangent: Any) -> Any:
 
 
 def _match_result(x: Any, tangent: Any) -> tuple[Any, Any]:
-    """Return a result `x` and its tangent, given the tangent of the dense array.
+    """Return a result `x` and its tangent, given the tangent of its dense array.
 
-    If the result is an implicit array whose tangent must have an array for each leaf, and the dense
-    tangent is not zero, return the dense array instead of the implicit array.
+    If `x` is an implicit array whose tangent must have an array for each leaf, the dense tangent
+    does not fit. Then return the dense array in place of `x`, unless the tangent is zero.
     """
     t = jax.typeof(x)
     if not isinstance(t, HighType) or t.dense_tangent:
@@ -245,7 +246,10 @@ def _jvp_of_dense(
 def jvp_of_vmap(
     operation: Vmap, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results and tangents of a `Vmap`, by mapping `jvp` of the operation in it."""
+    """Return the results and tangents of a `Vmap`, by mapping the derivative of its `of`.
+
+    `of` is the operation that the `Vmap` maps.
+    """
     varies = [type(t) is not Zero for t in tangents]
     varying = list(compress(tangents, varies))
     varying_dims = list(compress(operation.dims, varies))

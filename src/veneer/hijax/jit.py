@@ -222,7 +222,7 @@ class TracedFunction:
         """Run the function in a new `JitFrame`, while JAX traces it, and return its results.
 
         Return a pair of the results and `WrittenContents` if there are new contents to write to
-        Boxes, or if `returns_pair` is true.
+        Boxes, or if `returns_pair` is true, so that every call returns a pair.
         """
         flattened, state.flattened = state.flattened, None
         assert flattened is not None
@@ -307,7 +307,8 @@ def _collect_written(
 def _jitted_cell(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
     """Return the list in which `catch_structure_changes` keeps the `Jitted` for a function.
 
-    It is empty at first. `key` identifies the options of the `jax.jit`.
+    The list is the same in each call with the same arguments, and empty at first. `key` identifies
+    the options of the `jax.jit`.
     """
     return []
 

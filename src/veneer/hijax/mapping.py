@@ -37,7 +37,8 @@ from .values import apply, expose, has_derivatives, value_of, within_rule
 def reject_marked_arguments(function: Callable) -> Callable:
     """Wrap a loop or a conditional of JAX, to reject derivatives of leaves as arguments.
 
-    These are implicit arrays marked by `mark_derivatives`. JAX would take them for arrays.
+    Such derivatives are implicit arrays marked by `mark_derivatives`, which exist inside a user's
+    derivative rule. JAX would take them for arrays.
     """
 
     @wraps(function)
@@ -65,10 +66,10 @@ maps_leaves = jax.make_user_context(False)
 
 
 def map_whole_values(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Wrap JAX's predicate for objects that `jax.vmap` does not flatten: add implicit arrays.
+    """Wrap JAX's predicate for objects that `jax.vmap` maps as one array: add implicit arrays.
 
-    If `maps_leaves` is set, they are not included. Otherwise, the wrapper raises an error for
-    implicit arrays that are marked as derivatives.
+    While `maps_leaves` is set, they are not included, and `jax.vmap` maps over their leaves.
+    Otherwise, the wrapper raises an error for implicit arrays that are marked as derivatives.
     """
 
     def is_whole(x: Any) -> bool:
@@ -92,7 +93,7 @@ def _type_of(x: Any) -> HighType:
 
 
 def materialise_traced(primitive: Primitive, x: Any) -> Any:
-    """Materialize an implicit array, or a tracer of one, and report it as an operand."""
+    """Materialize an implicit array, or a tracer of one, and report this for `primitive`."""
     value = value_of(x)
     if isinstance(value, Value) and not any(map(is_typed, jax.tree.leaves(value))):
         return make_dense(primitive, [value])[0]
@@ -111,8 +112,9 @@ def materialise_traced(primitive: Primitive, x: Any) -> Any:
 def slice_argument(to_elt: Callable) -> Callable:
     """Wrap JAX's function that makes a batch tracer of an argument of `vmap`.
 
-    For an implicit array, the mapped axis is an axis of the dense array. If the leaves cannot be
-    sliced along it, also after the axis is moved to the front, the array is materialized.
+    For an implicit array, the mapped axis is an axis of the dense array. If it is no batch axis of
+    all leaves, it is moved to the front. If the leaves still cannot be sliced along it, the array
+    is materialized.
     """
 
     def slice_any(trace: Any, get_idx: Any, x: Any, axis: Any) -> Any:
@@ -134,8 +136,9 @@ def slice_argument(to_elt: Callable) -> Callable:
 def stack_result(from_elt: Callable) -> Callable:
     """Wrap JAX's function that stacks a result of `vmap`, to stack along a dense axis.
 
-    The function returns the stack and its axis. The axis is None if the result is not mapped and
-    `out_axes` does not set an axis. Leaves that cannot be stacked raise `TypeError`.
+    The wrapped function returns the stack and its axis. The axis is None if the result is not
+    mapped and `out_axes` does not set an axis. If the leaves of an implicit array cannot be
+    stacked, it raises `TypeError`.
     """
 
     def stack_any(
@@ -211,8 +214,9 @@ def _stack_error(function: str, t: Any) -> TypeError:
 def accept_axes_of_leaves(flatten_axes: Callable) -> Callable:
     """Wrap JAX's function that flattens `in_axes` and `out_axes` of `vmap`.
 
-    An implicit array is one leaf of the arguments. But the axes can have an instance of its class
-    there, with an axis for each of its leaves.
+    An implicit array is one leaf of the arguments or results, and usually has one axis in `in_axes`
+    or `out_axes`. The wrapper also accepts an instance of its class there, with an axis for each
+    leaf.
     """
 
     def flatten(name: str, treedef: Any, axes: Any, **kwargs: Any) -> Any:
@@ -224,9 +228,10 @@ def accept_axes_of_leaves(flatten_axes: Callable) -> Callable:
 
 
 def _merge_axes_of_leaves(name: str, treedef: Any, axes: Any) -> Any:
-    """Replace an implicit array of axes by one axis, if the tree of the arguments has a leaf there.
+    """Replace each implicit array of axes in `axes` by one axis, if it belongs to one leaf.
 
-    `name` is the argument in error messages. `treedef` is the structure of the arguments.
+    `treedef` is the structure of the arguments, in which an implicit array can be one leaf. `name`
+    is the argument of `vmap` that has the axes, for error messages.
     """
     if not any(map(is_value, jax.tree.leaves(axes, is_leaf=is_value))):
         return axes
@@ -239,7 +244,11 @@ def _merge_axes_of_leaves(name: str, treedef: Any, axes: Any) -> Any:
 
 
 def _common_axis(name: str, axes: Value) -> Any:
-    """Return the axis that all leaves have, or raise TypeError if they have different axes."""
+    """Return the axis in `axes`, an implicit array with the mapped axis in place of each leaf.
+
+    Raise TypeError if the axes of the leaves differ. The message starts with `name`, such as "vmap
+    in_axes".
+    """
     distinct = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
     if len(distinct) > 1:
         raise TypeError(
@@ -251,10 +260,10 @@ def _common_axis(name: str, axes: Value) -> Any:
 
 
 def check_pmap(cached_shard_map: Callable) -> Callable:
-    """Wrap the function that builds a `pmap`, to raise where JAX's slices or stacks are wrong.
+    """Wrap the function that builds a `pmap`, to reject implicit arrays that it would map wrongly.
 
-    JAX slices and stacks the leaves of an implicit array, which must represent slices and stacks of
-    the dense array.
+    JAX slices and stacks the leaves of an implicit array. Raise TypeError if the result does not
+    represent a slice or a stack of the dense array.
     """
 
     def checked(function: Any, *args: Any) -> Any:
@@ -274,7 +283,11 @@ def _check_slices_and_stacks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the function of a `pmap` with the slices `args` and `kwargs`, and check both ends."""
+    """Call the function of a `pmap` with the slices `args` and `kwargs`. Check slices and results.
+
+    Raise TypeError if slices or stacks of leaves do not represent slices or stacks of the dense
+    array.
+    """
     slice_axes = jax.tree.unflatten(in_tree, in_axes)
     jax.tree.map(_check_slice, (args, kwargs), slice_axes, is_leaf=is_value)
     out = function(*args, **kwargs)
@@ -285,7 +298,10 @@ def _check_slices_and_stacks(
 
 
 def _check_slice(x: Any, axes: Any) -> None:
-    """Raise TypeError if `x`, whose leaves are slices along `axes`, is no slice of the array."""
+    """Raise TypeError if `x` does not represent a slice of the dense array that is mapped.
+
+    The leaves of `x` are slices along `axes`, the mapped axis of each leaf.
+    """
     if not is_value(x) or not has_all_leaves(x):
         return
     for axis in set(jax.tree.leaves(axes, is_leaf=lambda x: x is None)) - {None}:
@@ -299,7 +315,10 @@ def _check_slice(x: Any, axes: Any) -> None:
 
 
 def _check_stack(x: Any, axes: Any) -> None:
-    """Raise TypeError if stacks of the leaves of `x` along `axes` are no stack of such arrays."""
+    """Raise TypeError if `x` is an implicit array that cannot be stacked along `axes` leaf by leaf.
+
+    A stack of the leaves must represent a stack of the dense arrays.
+    """
     distinct = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
     if not isinstance(x, Value) or distinct <= {None}:
         return

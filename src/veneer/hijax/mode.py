@@ -20,7 +20,10 @@ Wrapper = Callable[[Any], Any]
 
 
 class Patches:
-    """A list of attributes of other packages, which `apply` replaces and `undo` restores."""
+    """A list of patches, each a new value for an attribute of another package.
+
+    `apply` sets the new values, and `undo` restores the old ones.
+    """
 
     def __init__(self) -> None:
         #: From the name of an attribute to a function that replaces it. This returns the function
@@ -29,7 +32,7 @@ class Patches:
         self._undos: list[Callable[[], None]] = []
 
     def attribute(self, owner: Any, name: str, *wrappers: Wrapper) -> None:
-        """Add an attribute of `owner` to the list.
+        """Add a patch of the attribute `name` of `owner` to the list.
 
         Each of the wrappers, in order, takes the value of the attribute and returns a new value.
         """
@@ -41,9 +44,9 @@ class Patches:
     def attribute_if_imported(
         self, module: str, owner: str | None, name: str, wrapper: Wrapper
     ) -> None:
-        """Add an attribute of a module to the list, or of the class `owner` in the module.
+        """Add a patch of an attribute of a module, or of the class `owner` in it, to the list.
 
-        `apply` skips the attribute if the module is not imported.
+        `apply` skips the patch if the module is not imported.
         """
 
         def replace() -> Callable[[], None]:
@@ -55,7 +58,7 @@ class Patches:
         self._add(f"{owner or module.split('.')[0]}.{name}", replace)
 
     def boundary(self, function: Any, *wrappers: Wrapper) -> None:
-        """Add a public function of JAX, which calls an inner function `fun` in its closure.
+        """Add a patch of a public JAX function that calls an inner function `fun` in its closure.
 
         The wrappers replace the inner function. So the patch also applies to modules that have
         imported the public function, as in `from jax.lax import scan`.
@@ -85,9 +88,9 @@ class Patches:
 
 
 def _set_attribute(owner: Any, name: str, wrappers: tuple[Wrapper, ...]) -> Callable[[], None]:
-    """Replace an attribute by its value, wrapped by each of the wrappers in order.
+    """Wrap the value of an attribute with each of the wrappers in order, and set the result.
 
-    Return a function that restores the attribute.
+    Return a function that restores the old value.
     """
     has_dict = hasattr(owner, "__dict__")  # a closure cell has none
     before = vars(owner).get(name, _ABSENT) if has_dict else getattr(owner, name)
@@ -204,7 +207,7 @@ def turned_on() -> AbstractContextManager:
 
 
 def _count(change: int) -> None:
-    """Add `change` to `_uses`, the number of reasons for which JAX must be patched.
+    """Add `change` to `_uses`, which counts the call of `install` and the open blocks of `enabled`.
 
     Patch JAX before the first use, and restore its attributes after the last. The caller must hold
     `_lock`.

@@ -57,7 +57,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Apply(Operation):
-    """Run the rule of a primitive for the types of its operands."""
+    """The operation of a JAX primitive: run the rule that is registered for the operands."""
 
     primitive: Primitive
     parameters: Parameters
@@ -253,7 +253,7 @@ class Select(Operation):
 
 
 def stacked(x: Any, size: int) -> Any:
-    """Return an array or a tangent, dense or implicit, `size` times along a new first axis."""
+    """Repeat an array or a tangent, dense or implicit, `size` times along a new first axis."""
     x = as_high_array(x)
     if isinstance(jax.typeof(x), StructuredType):
         return apply(Stack(size), x)[0]
@@ -283,7 +283,7 @@ def _leaves_for_tangents(x: Any) -> list[Any]:
 
 
 def _with_differentiable_leaves(x: Any, new_leaves: Sequence[Any]) -> Any:
-    """Return an implicit array with other leaves in place of the leaves that have tangents."""
+    """Return a copy of an implicit array with new values of the leaves that have tangents."""
     rest = iter(new_leaves)
     leaves = _leaves_for_tangents(x)
     new = [next(rest) if is_inexact(strong_type_of(leaf)) else leaf for leaf in leaves]
@@ -311,10 +311,10 @@ def _group_tangents(flat: Sequence[Any], types: Sequence[Any]) -> list[Any]:
 def _flat_function(
     operation: Any, primals: Sequence[Any], varies: Sequence[bool], wanted: Sequence[bool]
 ) -> tuple[Callable, list[Any]]:
-    """Return an operation as a function that JAX can differentiate, and the argument to call it by.
+    """Return an operation as a function that JAX can differentiate, and the argument for a call.
 
-    The argument is a list: the leaves that have tangents, of the operands that vary. The function
-    returns a list: the leaves that have tangents, of the wanted results. When it has run, its
+    The argument is a list: the leaves that have tangents, from the operands that vary. The function
+    returns a list: the leaves that have tangents, from the wanted results. After a call, its
     attribute `tangent_types` has the types of the tangents of these results, for `_group_tangents`.
     """
     groups = [differentiable_leaves(p) if v else [] for p, v in zip(primals, varies, strict=True)]

@@ -125,7 +125,8 @@ def _asarray(asarray: Callable) -> Callable:
 def _bind(bind: Any) -> Callable:
     """Wrap `Primitive.bind_with_trace`, so that primitives take operands of high types.
 
-    JAX calls the method for each operation of each program, so it must be fast without them.
+    JAX calls the method for each operation of each program. So the wrapper must be fast for
+    operations that have only dense operands.
     """
 
     # Used if an operand is an implicit array or a tangent of one.
@@ -196,9 +197,10 @@ def _ref_error(name: str, *types: Any) -> TypeError:
 
 
 def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
-    """Lower the primitive of `jax.checkpoint`, and return implicit results as one value each.
+    """Lower the primitive of `jax.checkpoint`, and return each implicit result as one value.
 
-    It replaces the rule of JAX 0.10.2 to 0.12.0, which returns the leaves of such results.
+    It replaces the rule of JAX 0.10.2 to 0.12.0, which returns the leaves of such a result as
+    separate results.
     """
     closed: Any = pe.close_jaxpr(jaxpr) if hasattr(pe, "close_jaxpr") else jaxpr  # JAX < 0.12
     lowered: Any = pe.lower_jaxpr2(closed)
@@ -223,11 +225,11 @@ def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
 
 
 def _run_lowered(run: Callable) -> Callable:
-    """Wrap JAX's function that runs a jitted function, for results that are implicit arrays.
+    """Wrap JAX's function that runs a jitted function, so that results can be implicit arrays.
 
-    Such a result is one value in the jaxpr. Outside of traces, the compiled function returns its
-    leaves, and JAX builds the implicit array from the leaves. Inside a trace, the result stays one
-    value.
+    In the jaxpr, such a result is one value of a high type. If the call is not inside a trace, the
+    function is compiled to return the leaves instead, and JAX builds the implicit array from them.
+    Inside a trace, the result stays one value.
     """
 
     def run_with_leaves(call: Any, *args: Any) -> Any:
@@ -266,10 +268,10 @@ def _check_shardings(check: Callable) -> Callable:
 
 
 def _lower_results(attribute: property) -> property:
-    """Wrap a property of `jax.stages.Traced`, the result of `jax.jit(f).trace(...)`.
+    """Wrap the property `lojax` or `out_info` of `jax.stages.Traced`, from `jax.jit(f).trace(...)`.
 
-    The property then describes a function that returns the leaves of each result that is an
-    implicit array.
+    Without the wrapper, the property describes an implicit result of `f` as one value of a high
+    type. With it, the property describes the leaves of the result.
     """
     get: Any = attribute.fget
 
@@ -291,8 +293,8 @@ def _lower_jit(params: dict[str, Any], out_tree: Any) -> Any:
     """Convert a jitted function to return the leaves of each result that is an implicit array.
 
     `params` are the parameters of the primitive `jit`, and `out_tree` is the tree structure of the
-    results. Return both for the new function. Return None if an operand has a high type, or if the
-    arrays of a typed result are not all its leaves.
+    results. Return the new parameters and the new tree structure. Return None if an operand has a
+    high type, or if a leaf of a result has no array, such as an integer leaf of a tangent.
     """
     closed = params["jaxpr"]
     high = [aval for aval in closed.out_avals if aval.is_high]
@@ -318,10 +320,11 @@ def _has_array_per_leaf(aval: Any) -> bool:
 
 
 def _per_leaf(closed: Any, per_result: Sequence[Any], split: Callable) -> tuple[Any, ...]:
-    """Return shardings or layouts, one for each result of a jaxpr, as one for each leaf.
+    """Expand the shardings or layouts of the results of a jaxpr to one for each leaf.
 
-    `split(aval, x)` returns the sharding or layout of each leaf of a result of type `aval`, given
-    `x`, the one that the user set for the result.
+    `closed` is the jaxpr, and `per_result` has the sharding or layout that the user set for each
+    result. For a result of a high type `aval` with the sharding or layout `x`, `split(aval, x)`
+    returns one for each leaf.
     """
     per_leaf: list[Any] = []
     for aval, x in zip(closed.out_avals, per_result, strict=True):

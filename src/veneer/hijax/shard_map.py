@@ -50,7 +50,7 @@ from .values import (
 
 
 def accept_dense_specs(shard_map: Callable) -> Callable:
-    """Wrap `jax.shard_map`, so that a spec of a dense array splits an implicit array."""
+    """Wrap `jax.shard_map`, so that one spec can split the dense array of an implicit array."""
 
     def make(f: Any, *, in_specs: Any, out_specs: Any, **kwargs: Any) -> Any:
         if not callable(f):
@@ -146,7 +146,7 @@ def _merge_leaves(name: str, specs: Any, tree: Any) -> Any:
 
 
 def bind_shard_map(bind: Callable) -> Callable:
-    """Wrap the method `bind_with_trace` of the primitive `shard_map`, to pass leaves to JAX."""
+    """Wrap `bind_with_trace` of the primitive `shard_map`, to pass implicit arrays leaf by leaf."""
 
     def bind_with_trace(
         self: Primitive, trace: Trace, args: Sequence[Any], avals: Any, params: dict[str, Any], /
@@ -233,16 +233,16 @@ class _Body:
 
 
 def _pack_values(specs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Return dense and implicit arrays, each as one operand, given the leaves of all.
+    """Return a list of dense arrays and of implicit arrays, each as one operand, given all leaves.
 
-    `specs` has an implicit array of specs for each implicit array, and None for each dense array.
+    `specs` has an item for each array: an implicit array of specs if it is implicit, or None.
     """
     tree = jax.tree.structure([0 if value is None else value for value in specs])
     return list(map(as_typed_operand, jax.tree.unflatten(tree, leaves)))
 
 
 def unpack_fully(x: Any) -> Any:
-    """Return a tracer of an implicit array as an implicit array with dense arrays as leaves.
+    """Return the implicit array of a tracer, with its leaves unpacked too, down to dense arrays.
 
     A tracer of a tangent becomes a `Tangent`, and a `HighArray` its implicit array. Return any
     other object unchanged.

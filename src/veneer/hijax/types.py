@@ -52,7 +52,7 @@ from .values import (
 
 
 class StructuredType(HiType):
-    """A type whose values are lowered to several arrays, the leaves of a pytree."""
+    """A type whose values JAX lowers to several arrays, the leaves of a pytree."""
 
     treedef: Any
     leaves: tuple[Any, ...]
@@ -91,7 +91,10 @@ class StructuredType(HiType):
         return HighArray(value, type) if isinstance(type, HighType) else value
 
     def nospec(self, *_: Any) -> Any:
-        """Raise an error: JAX asks for a spec of a residual of a `shard_map`."""
+        """Raise NotImplementedError. JAX calls this if a residual of a `shard_map` has this type.
+
+        JAX needs a spec for each residual, and high types have none.
+        """
         raise NotImplementedError(
             f"The backward pass of a shard_map needs a {self}, for which JAX has no spec. "
             "Differentiate inside the shard_map, or call vn.materialise on the value first."
@@ -100,7 +103,8 @@ class StructuredType(HiType):
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
         """Return the leaves of a value of this type, given the arrays that JAX lowers the value to.
 
-        `make(type, arrays)` builds a leaf of a high type. Any other leaf is one of the arrays.
+        A leaf that is an implicit array, and has a high type, is `make(type, its_arrays)`. Any
+        other leaf is one of the arrays.
         """
         del make
         return arrays
@@ -139,7 +143,7 @@ class HighType(StructuredType, jax.core.ShapedArray):
     dense_tangent: bool
 
     def __new__(cls, treedef: Any, leaves: Any, example: Any) -> "HighType":
-        """Return the type of implicit arrays with a tree structure and types of leaves.
+        """Return the type of implicit arrays, given their tree structure and the types of leaves.
 
         `example` is such an implicit array with abstract leaves.
         """
@@ -241,7 +245,11 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return self._with_leaf_types(leaves, -1)
 
     def _with_leaf_types(self, leaves: Sequence[Any], change: int) -> "HighType":
-        """Return the type with other types of leaves, which have `change` (1 or -1) more axes."""
+        """Return the type of an implicit array with the types `leaves` in place of its leaf types.
+
+        Each new type has one axis more than the old one if `change` is 1, or one less if it is -1.
+        Raise TypeError if this is not so for the dense array.
+        """
         what = "added to" if change > 0 else "removed from"
         try:
             new = _high_type(self.treedef, tuple(leaves))
@@ -317,9 +325,9 @@ _OPERATORS = _OPERATORS - {"_copy", "_create", "_deepcopy"} | {"__jax_array__"} 
 
 
 def tangent_operand_error(what: str, *types: Any) -> TypeError:
-    """Return the error for an operation `what` that has tangents of leaves as operands.
+    """Return the error for an operation that takes tangents of leaves as if they were arrays.
 
-    `types` are the types of its operands.
+    `what` is the name of the operation, and `types` are the types of its operands.
     """
     return derivatives_error(f"{what}({', '.join(map(str, types))})")
 
@@ -361,7 +369,7 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 
 @lru_cache(maxsize=4096)
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
-    """Return the high type of implicit arrays with a tree structure and types of leaves.
+    """Return the high type of implicit arrays, given their tree structure and the types of leaves.
 
     `x64` is the configuration `jax_enable_x64`, on which the dtype of the dense array may depend.
     """
@@ -377,7 +385,10 @@ def abstract(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def abstract_of(a: Any) -> Any:
-    """Return an abstract array of a type, or an implicit array of them for a high type."""
+    """Return an abstract array of the type `a`.
+
+    For a high type, return an implicit array with abstract leaves.
+    """
     if type(a) is HighType:
         return abstract(a.treedef, a.leaves)
     return abstract_array(a)
@@ -385,7 +396,7 @@ def abstract_of(a: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def can_be_stacked(type: HighType) -> bool:
-    """Return whether a stack of the leaves represents a stack of the arrays of this type."""
+    """Return whether stacking the leaves of values of this type stacks the dense arrays."""
     return can_stack_leaves(abstract(type.treedef, type.leaves))
 
 
@@ -412,8 +423,8 @@ def as_typed_operand(x: Any) -> Any:
     """Return an implicit array as an operand of a primitive: a `HighArray`, or a tracer.
 
     Return any other object unchanged. In a trace that keeps high types, the leaves are packed into
-    a tracer. If they are traced too, it is cached on the value, so that a second use adds no
-    equation.
+    a tracer. If leaves are tracers, the packed tracer is cached on the implicit array, so that a
+    second use adds no equation.
     """
     value = value_of(x)
     if not isinstance(value, Value):
@@ -442,7 +453,7 @@ set_operand_conversion(Tangent, lambda x: x)
 
 
 def with_dense_tangents(tree: Any) -> Any:
-    """Return a tree in which each implicit array with a dense tangent is one leaf.
+    """Return a tree in which each implicit array whose tangent is one dense array is one leaf.
 
     The class of such an array sets `dense_tangent`, as `QArray` does. With high types off, return
     `tree` unchanged.

@@ -55,7 +55,7 @@ class HighArray(jax.Array):
 
 
 def _forward(name: str) -> Any:
-    """Return a property or a method of `HighArray` that calls the one of the implicit array."""
+    """Return a property or method of `HighArray` that forwards to its implicit array `value`."""
     if isinstance(getattr(ImplicitArray, name), property):
         return property(lambda self: getattr(self.value, name))
     return lambda self, *args, **kwargs: getattr(self.value, name)(*args, **kwargs)
@@ -84,7 +84,10 @@ class Tangent:
 
     @property
     def value(self) -> Any:
-        """The implicit array with the tangents as leaves, marked. Other leaves have `float0`."""
+        """The tangent as an instance of the class of the implicit array, marked as derivatives.
+
+        Its leaves are the tangents. A leaf that is not floating becomes an array of dtype `float0`.
+        """
         tangents = iter(self.leaves)
         no_tangent = lambda a: np.zeros(a.shape, jax.dtypes.float0)
         full = [next(tangents) if is_inexact(a) else no_tangent(a) for a in self.aval.of.leaves]
@@ -129,10 +132,11 @@ within_rule = jax.make_user_context(False)
 
 @jax.tree_util.register_pytree_node_class
 class _MarkedNode:
-    """A pytree node around marked derivatives. Unflattening it returns them, marked again.
+    """A pytree node around a marked implicit array of derivatives, which keeps the mark.
 
-    JAX flattens the arguments of a call. Without the node, its caches would not distinguish marked
-    derivatives from an implicit array.
+    JAX flattens the arguments of a call, and its caches do not distinguish marked derivatives from
+    an implicit array. With the node, the tree structures differ. Unflattening the node returns the
+    array, marked again.
     """
 
     def __init__(self, value: Value):
@@ -177,8 +181,8 @@ def is_inexact(aval: Any) -> bool:
 def flatten_value(value: Value) -> tuple[list[Any], Any]:
     """Return the leaves of an implicit array and their tree structure.
 
-    An implicit array in a field is one leaf if its tangent is one dense array (`dense_tangent`),
-    unless this holds for the whole array.
+    An implicit array in a field is one leaf if its tangent is one dense array (`dense_tangent`).
+    But if this holds for `value` itself, all leaves are dense arrays.
     """
     is_leaf = lambda x: isinstance(x, Value) and x.dense_tangent
     return jax.tree.flatten(value, is_leaf=None if value.dense_tangent else is_leaf)
@@ -193,7 +197,7 @@ def leaves_of(x: Any) -> list[Any]:
 
 
 def with_leaves(x: Any, leaves: Sequence[Any]) -> Any:
-    """Return a copy of an implicit array or a tangent with other leaves, as `leaves_of` returns.
+    """Return a copy of an implicit array or a tangent with other leaves, ordered as by `leaves_of`.
 
     For another array `x`, return `leaves[0]`.
     """
@@ -234,25 +238,29 @@ class Operation:
         raise NotImplementedError
 
     def rerun(self, *values: Any) -> list[Any]:
-        """Return the results if a jaxpr with the operation is evaluated under `vn.implicit`."""
+        """Return the results if a jaxpr with the operation is evaluated under `vn.implicit`.
+
+        Unless a subclass overrides it, this is `run`. `values` can be implicit arrays that were
+        dense when JAX traced the jaxpr.
+        """
         return self.run(*values)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        """Return the results and their tangents, or None to use the default."""
+        """Return the results and their tangents, or None to let JAX differentiate `run`."""
 
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
         """Add cotangents to the accumulators in `operands`, which JAX passes for linear operands.
 
-        Return True. Return False to use the default instead.
+        Return True. Return False to let JAX transpose `run` instead.
         """
         del cotangents, operands
         return False
 
     def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
-        """Return the results and their batch axes, or None to use the default.
+        """Return the results and their batch axes, or None to let JAX batch `run`.
 
-        `size` and `name` describe the mapped axis. `dims` has the batch axis of each operand or
-        None.
+        `size` and `name` are the size and the name of the mapped axis. `dims` has the batch axis of
+        each operand, or None.
         """
 
 
@@ -263,7 +271,7 @@ def apply(operation: Operation, *operands: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Pack(Operation):
-    """Build an implicit array or a tangent, as one operand, from its leaves."""
+    """Build an implicit array or a tangent of type `type`, as one operand, from its leaves."""
 
     type: "HighType | TangentType"
     name = "pack"
@@ -274,7 +282,7 @@ class Pack(Operation):
 
 @dataclass(frozen=True)
 class Unpack(Operation):
-    """Return the leaves of an implicit array or a tangent."""
+    """Return the leaves of an implicit array or a tangent of type `type`."""
 
     type: "HighType | TangentType"
     name = "unpack"
@@ -285,7 +293,7 @@ class Unpack(Operation):
 
 @dataclass(frozen=True)
 class Zeros(Operation):
-    """Return the tangent that is zero."""
+    """Return the tangent of type `type` that is zero."""
 
     type: "TangentType"
     name = "zeros"
@@ -306,10 +314,13 @@ class Add(Operation):
 
 
 def packed(type: "HighType | TangentType", arrays: Sequence[Any]) -> Any:
-    """Return a tracer of an implicit array or a tangent, given the arrays of its lowered form."""
+    """Return a tracer of an implicit array or a tangent of type `type`, given its arrays.
+
+    `arrays` are the arrays that JAX lowers such a value to.
+    """
     return apply(Pack(type), *type.parts(arrays, packed))[0]
 
 
 def is_staged(leaves: Sequence[Any]) -> bool:
-    """Return whether leaves are traced in a trace that keeps high types."""
+    """Return whether a leaf is a tracer, and the current trace keeps high types in its jaxpr."""
     return not current_trace().requires_low and holds_tracers(leaves)

@@ -144,7 +144,10 @@ def source_of(graph: Graph, calls: Calls | None = None) -> Source:
 
 
 def _result(b: Builder, value: ArrayExpr) -> Buffer:
-    """Return an array in a block of work memory that nothing else uses. Copy it if necessary."""
+    """Return `value` in a block of work memory that has no other array. Copy it if necessary.
+
+    The block becomes a result of the program.
+    """
     buffer = b.force(value)
     memory = buffer.memory
     if memory.kind == "work" and memory.alias is None and buffer.size == memory.size:
@@ -190,7 +193,10 @@ def _make_callable(compiled: Compiled) -> Any:
 
 
 def _convert_argument(x: Any, number: int, compiled: Compiled) -> np.ndarray:
-    """Return an argument as the array that the program takes. Raise if that loses information."""
+    """Return the argument `x` as the array that the program takes, given its number.
+
+    Raise `TypeError` for another shape or dtype, and `OverflowError` if an integer does not fit.
+    """
     source = compiled._source
     shape, dtype = source.input_shapes[number], source.inputs[number].dtype
     if isinstance(x, np.ma.MaskedArray):
@@ -265,7 +271,11 @@ def _tree_function(entry: Callable[..., Any], in_tree: Any, out_tree: Any) -> Ca
 
 
 def _tree_function_source(arguments: list[Any], out_tree: Any) -> str | None:
-    """Return source code for trees of tuples, lists and dicts, or None for other trees."""
+    """Return the source of a function of pytrees, or None if it cannot be generated.
+
+    The function checks the structure of its arguments, and calls `entry` with the leaves. It can be
+    generated if all nodes of the trees are tuples, lists and dicts.
+    """
     names = [f"x{n}" for n in range(len(arguments))]
     reader = _Reader()
     leaves = [
@@ -297,9 +307,10 @@ def _tree_function_source(arguments: list[Any], out_tree: Any) -> str | None:
 
 
 class _Reader:
-    """A generator of code that checks the structure of trees and reads their leaves.
+    """A generator of code that checks the structure of pytrees and reads their leaves.
 
-    `checks` are conditions. `failed` is set for a tree with nodes other than tuples, lists, dicts.
+    `checks` are the conditions to check. `failed` is set if a tree has a node that is not a tuple,
+    list or dict.
     """
 
     def __init__(self) -> None:
@@ -308,7 +319,10 @@ class _Reader:
         self._n_nodes = 0
 
     def read(self, place: str, tree: Any) -> Iterator[str]:
-        """Yield expressions for the leaves of the tree at the expression `place`."""
+        """Yield an expression for each leaf of a pytree, given its structure `tree`.
+
+        `place` is the expression of the pytree itself, such as "x0[1]".
+        """
         if _is_leaf(tree):
             yield place
             return
@@ -328,7 +342,7 @@ class _Reader:
 
 
 def _kind_of(tree: Any) -> tuple[Any, Any]:
-    """Return the class of the root of a tree, and the keys of a dict."""
+    """Return the class of the root node of a tree structure, and its keys if it is a dict."""
     return tree.node_data() or (None, None)
 
 
@@ -342,7 +356,10 @@ def _has_literal_keys(keys: Any) -> bool:
 
 
 def _tree_expression(tree: Any, leaves: Iterator[str]) -> str | None:
-    """Return an expression that builds a tree from expressions for its leaves, or None."""
+    """Return an expression that builds a pytree of a structure from expressions for its leaves.
+
+    Return None if a node is not a tuple, list or dict.
+    """
     if _is_leaf(tree):
         return next(leaves)
     kind, keys = _kind_of(tree)

@@ -31,7 +31,7 @@ ENTRY, PROGRAM = "veneer_entry", "veneer_program"
 
 
 def cached(key: str, make: Callable[[], bytes]) -> bytes:
-    """Return the object code under a key. Call `make` and store its result if it is missing."""
+    """Return the object code for a key from the disk cache. If it is missing, store `make()`."""
     return _CACHE.cached(key[:32], make)
 
 
@@ -46,7 +46,7 @@ def register_symbols(functions: Iterable[Callable[..., Any]]) -> None:
 
 @functools.cache
 def _symbol_address(name: str) -> int:
-    """Return the address of a function in `EXTERNAL`, of SciPy's Cython API or of this package."""
+    """Return the address of a function in `EXTERNAL`, which is in SciPy or in this package."""
     if EXTERNAL[name].startswith("veneer."):
         make = lambda: import_module(EXTERNAL[name]).object_code()
         (address,) = load(cached(name, make), f"veneer_{name}")
@@ -77,7 +77,10 @@ _CPYTHON_VERSIONS = (3, 11), (3, 15)
 
 @functools.cache
 def has_known_layout() -> bool:
-    """Return whether objects of this Python and NumPy have the offsets above. Warn if not."""
+    """Return whether the fields of Python and NumPy objects are at the offsets in this module.
+
+    Warn if not, because calls are slower then.
+    """
     if _is_known_version() and _offsets_match():
         return True
     warnings.warn(
@@ -104,7 +107,7 @@ def _is_known_version() -> bool:
 
 
 def _offsets_match() -> bool:
-    """Return whether the fields of some objects are at the assumed offsets."""
+    """Return whether the fields of some example objects are at the offsets in this module."""
     read = lambda x, offset, type: type.from_address(id(x) + offset).value
     word = ctypes.c_size_t
     array = np.zeros((2, 3), np.float32)
@@ -126,7 +129,7 @@ def _offsets_match() -> bool:
 
 
 def _numpy_function(index: int) -> int:
-    """Return the address of a function in the C API of NumPy 2."""
+    """Return the address of the function with an index in the C API table of NumPy 2."""
     api = import_module("numpy._core._multiarray_umath")
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype = ctypes.c_void_p
@@ -163,7 +166,10 @@ def table_dtypes(source: Source) -> list[np.dtype]:
 
 
 def table_names(source: Source) -> list[str]:
-    """Return the names of the addresses in the table of a program, 8 bytes each, in their order."""
+    """Return the names of the addresses in the table of a program, in order.
+
+    The table holds the addresses that the compiled code uses, 8 bytes each.
+    """
     n_dtypes = range(len(table_dtypes(source)))
     names = [*_FIRST, *(f"dtype{n}" for n in n_dtypes), *(f"scalar{n}" for n in n_dtypes)]
     return [*names, *(f"constant{n}" for n in range(len(source.constants)))]

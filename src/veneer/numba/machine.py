@@ -44,7 +44,10 @@ _MAX_STACK_NBYTES = 32768
 
 
 def _compile(source: Source) -> Any:
-    """Compile the functions of a program. Return the dispatcher of the last one."""
+    """Compile the functions of a program with Numba. Return the dispatcher of the last one.
+
+    The last function is `program`, which calls the others.
+    """
     register_symbols(source.names.values())
     names: dict[str, Any] = {name: native(f) for name, f in source.names.items()} | {"np": np}
     exec(compile(source.text, "<vn.numba>", "exec"), names)
@@ -91,7 +94,10 @@ def object_code(source: Source) -> bytes:
 
 
 class _Writer:
-    """An LLVM IR builder with loads from integer addresses, and from the table of a program."""
+    """An LLVM IR builder with loads from integer addresses.
+
+    It also loads items of the table of a program, which holds the addresses that the code uses.
+    """
 
     def __init__(self, builder: ir.IRBuilder, table: Any, source: Source):
         self.builder, self.table = builder, table
@@ -183,7 +189,7 @@ def _write_program(module: ir.Module, source: Source, call: Callable[..., None])
 
 
 def _require(w: _Writer, condition: Any, otherwise: Any) -> None:
-    """Branch to the block `otherwise` unless a condition holds."""
+    """Emit a branch to the block `otherwise`, which is taken if `condition` is false."""
     block = w.builder.append_basic_block()
     w.builder.cbranch(condition, block, otherwise)
     w.builder.position_at_end(block)
@@ -192,9 +198,11 @@ def _require(w: _Writer, condition: Any, otherwise: Any) -> None:
 def _input_address(
     w: _Writer, x: Any, number: int, source: Source, wide: np.dtype | None, slow: Any
 ) -> Any:
-    """Return the address of the entries of the argument `x`, converted if its dtype is `wide`.
+    """Emit code that finds the address of the entries of the argument `x`. Return the address.
 
-    Branch to `slow` unless `x` has the dtype of this input, or `wide`, and its shape.
+    If `x` has the dtype `wide`, its entries are converted first. The code branches to the block
+    `slow` unless `x` has the shape of input `number` of the program, and its dtype or the dtype
+    `wide`.
     """
     builder, same, kind = w.builder, w.builder.icmp_unsigned, w.load(x, TYPE)
     dtype, shape = source.inputs[number].dtype, source.input_shapes[number]
@@ -236,7 +244,11 @@ def _input_address(
 
 
 def _narrow(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> Any:
-    """Copy 64-bit numbers to 32-bit numbers on the stack. Branch to `slow` for large integers."""
+    """Emit code that copies `size` 64-bit numbers at the address `place` to 32-bit numbers.
+
+    The numbers are copied to the stack, and get the dtype `dtype`. Return the address of the copy.
+    The code branches to the block `slow` if an integer does not fit.
+    """
     builder = w.builder
     floats = dtype.kind in "fc"
     size *= 2 if dtype.kind == "c" else 1
@@ -272,7 +284,10 @@ def _narrow(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> An
 
 
 def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> None:
-    """Branch to `slow` unless an array has a shape, and is C-contiguous and aligned."""
+    """Emit a branch to the block `slow` unless an array has a shape and is C-contiguous.
+
+    It must be aligned, too.
+    """
     builder, same = w.builder, w.builder.icmp_unsigned
     _require(w, same("==", w.load(array, NDIM, w.int), w.int(len(shape))), slow)
     flags = builder.and_(w.load(array, FLAGS, w.int), w.int(CONTIGUOUS_ALIGNED))
@@ -285,7 +300,11 @@ def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> 
 
 
 def _new_array(w: _Writer, dtype: int, shape: Sequence[int], others: Sequence[Any]) -> Any:
-    """Create an array of NumPy. If that fails, release `others` and return from the function."""
+    """Emit code that creates a NumPy array. Return the address of the object.
+
+    `dtype` is an index in `table_dtypes`. If NumPy fails, the code releases the arrays `others` and
+    returns from the function.
+    """
     builder = w.builder
     descr = w.entry(f"dtype{dtype}")
     w.call(w.entry("Py_IncRef"), descr)  # PyArray_Empty steals a reference
@@ -300,7 +319,10 @@ def _new_array(w: _Writer, dtype: int, shape: Sequence[int], others: Sequence[An
 
 
 def _require_object(w: _Writer, made: Any, others: Sequence[Any]) -> None:
-    """If CPython returned NULL, which means an error, release `others` and return NULL."""
+    """Emit code that returns NULL if the object `made` is NULL, which means an error.
+
+    Before that, the code releases the arrays `others`.
+    """
     builder = w.builder
     success, failure = builder.append_basic_block(), builder.append_basic_block()
     builder.cbranch(builder.icmp_unsigned("!=", made, w.word(0)), success, failure)
@@ -316,9 +338,9 @@ def _release(w: _Writer, arrays: Sequence[Any]) -> None:
 
 
 def _allocate(w: _Writer, nbytes: int, fail: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
-    """Allocate work memory. Return its address and a callback that emits the free.
+    """Emit code that allocates work memory. Return its address and a callback that emits the free.
 
-    `fail` emits a return from the function, where there is too little memory.
+    `fail` emits a return from the function, for the case that there is too little memory.
     """
     builder = w.builder
     if nbytes <= _MAX_STACK_NBYTES:
@@ -338,7 +360,7 @@ def _allocate(w: _Writer, nbytes: int, fail: Callable[[], Any]) -> tuple[Any, Ca
 
 
 def _pack_results(w: _Writer, arrays: Sequence[Any]) -> Any:
-    """Return the only result of a program, or a new tuple of several results."""
+    """Emit code for the object to return: the only array, or a new tuple of several arrays."""
     if len(arrays) == 1:
         return arrays[0]
     result = w.call(w.entry("PyTuple_New"), w.word(len(arrays)))

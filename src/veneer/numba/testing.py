@@ -139,7 +139,7 @@ def _assert_close(
 
 
 def with_numpy_rules(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a JAX function as a function that runs the NumPy rules of its primitives."""
+    """Return a function that computes the JAX function `f` with the NumPy rules of primitives."""
 
     def run(*args: Any) -> Any:
         graph, _, out_tree = trace(f, args)
@@ -151,7 +151,10 @@ def with_numpy_rules(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Pointer:
-    """A pointer into an array, for generated code run by Python. Checks each access."""
+    """A pointer to an entry of an array, for generated code that Python runs.
+
+    Each access is checked to be within the array.
+    """
 
     def __init__(self, entries: np.ndarray, start: int = 0):
         self.entries, self.start = entries, start

@@ -97,7 +97,10 @@ class HighPrimitive:
         return self.bind(bound.args, Parameters(bound.kwargs))
 
     def bind(self, args: Any, params: Parameters) -> Any:
-        """Run or trace the primitive for the arguments `args`, and return its results."""
+        """Run or trace the primitive for the operands `args`, and return its results.
+
+        `params` are its static parameters.
+        """
         trace = current_trace()
         if isinstance(trace, ImplicitTrace):
             with set_current_trace(trace.parent):
@@ -165,7 +168,11 @@ class HighPrimitive:
         return self._set("vmap", rule)
 
     def _set(self, kind: Any, rule: Callable) -> Callable:
-        """Add a rule with the key `kind` to `rules`. Raise ValueError if rules conflict."""
+        """Store a rule under the key `kind`, such as "jvp" or "vmap", and return the rule.
+
+        Raise ValueError if there is a rule for the key, or if another method has already set a
+        derivative.
+        """
         names = {"fwd": "defvjp", "jvp": "defjvp", "vmap": "defvmap"}
         name = lambda k: names.get(k, "deftranspose")  # the method that sets a rule
         others = [k for k in self.rules if k not in ("expand", "bwd", "vmap")]
@@ -179,7 +186,11 @@ class HighPrimitive:
         return rule
 
     def _check(self, args: Sequence[Any], params: dict[str, Any]) -> None:
-        """Raise TypeError if a parameter has no hash, or an operand does not fit its annotation."""
+        """Raise TypeError if a parameter is not hashable, or if an operand has the wrong class.
+
+        `args` are the operands of a call, whose classes must match the annotations. `params` are
+        the static parameters.
+        """
         for name, x in params.items():
             try:
                 hash(x)
@@ -212,7 +223,12 @@ def _class_of(x: Any) -> type:
 
 
 class PrimitiveCall(Expansion):
-    """A call of a primitive, with the user's rules for derivatives and batching."""
+    """A call of a primitive that the user made with `vn.hijax.primitive`, as an `Operation`.
+
+    Derivatives and batching use the rules that the user has set with `defvjp`, `defjvp`,
+    `deftranspose` and `defvmap`. Without such a rule, they are derived from the function of the
+    primitive.
+    """
 
     def infer(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         return Expansion.like(self).infer(types)  # uses the cache entry of the `Expansion`
@@ -239,7 +255,7 @@ class PrimitiveCall(Expansion):
 
 @dataclass(frozen=True)
 class BatchingRule(Expansion):
-    """The user's rule of `defvmap`, as an `Operation` on flat lists of mapped operands.
+    """The rule that the user has set with `defvmap`, as an `Operation` on flat lists of operands.
 
     `size` is the size of the mapped axis. `dims` has the mapped axis of each operand, or None.
     """
@@ -250,7 +266,7 @@ class BatchingRule(Expansion):
     suffix = ".vmap"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """Return the results, and a list of bools: whether each result has the mapped axis."""
+        """Call the rule. Return the results, and a list of bools: whether each is mapped."""
         groups = zip(self.structure.group(values), self.structure.group(self.dims), strict=True)
         args, args_mapped = [], []
         for group, dims in groups:
@@ -277,7 +293,8 @@ class BatchingRule(Expansion):
     def _move_axis(self, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
         """Return the operands with the mapped axis as the first axis of each leaf.
 
-        `dims` has the mapped axis of each operand. An operand without one is repeated.
+        `dims` has the mapped axis of each operand. If it is None, the operand is repeated along a
+        new first axis.
         """
 
         def move(leaf: Any, d: int | None) -> Any:
@@ -289,10 +306,10 @@ class BatchingRule(Expansion):
         return [jax.tree.map(lambda leaf, d=d: move(leaf, d), x) for x, d in pairs]
 
     def _check(self, values: Sequence[Any], flat: Sequence[Any], is_mapped: Sequence[bool]) -> None:
-        """Raise TypeError if the results `flat` of the user's rule have wrong shapes or dtypes.
+        """Raise TypeError if the results `flat` of the `defvmap` rule have wrong shapes or dtypes.
 
-        They must be the same as if `jax.vmap` mapped the function itself over `values`, without the
-        mapped axis for a result that is not mapped.
+        They must be the same as if `jax.vmap` mapped the function of the primitive over `values`. A
+        result for which `is_mapped` is False has no mapped axis.
         """
         types = map(strong_type_of, values)
         default = Vmap(Expansion.like(self), self.size, None, self.dims)

@@ -1,8 +1,9 @@
-"""Derivatives and transposes of a user's primitive, by the rules that the user sets.
+"""Derivatives and transposes of a primitive that the user made with `vn.hijax.primitive`.
 
-Each rule is an operation. Its `evaluate` takes and returns flat lists, calls the function of the
-user on pytrees, and checks its results. It also returns static data about the results, as in
-`Expansion`, or None.
+The user sets rules with the methods `defvjp`, `defjvp` and `deftranspose` of the primitive. Here,
+each rule is an `Operation`. Its method `evaluate` takes and returns flat lists. It calls the
+function of the user on pytrees, and checks the results. It also returns static data about the
+results, as in `Expansion`, or None.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,28 +24,28 @@ from .expansion import ONE_LEAF, Expansion, Structure, show_types
 
 
 def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any) -> Any:
-    """Build the pytree of tangents for a pytree of operands or results.
+    """Build the pytree of tangents or cotangents that a derivative rule takes as its argument.
 
     `structure` and `types` describe the operands or results. `tangents` is an iterator, from which
-    this takes the tangent of each type that has a floating leaf. The others, such as integers, get
-    an array of zeros of dtype `float0`.
+    this takes one item for each type that has a floating leaf. For the others, such as integers,
+    the pytree has an array of zeros of dtype `float0`.
     """
     zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
     return structure.unflatten(expose(next(tangents)) if has_tangent(t) else zero(t) for t in types)
 
 
 class ForwardRule(Expansion):
-    """The user's function `fwd` of `defvjp`, as an `Operation` on flat lists of operands.
+    """The function `fwd` that the user passed to `defvjp`, as an `Operation` on flat lists.
 
-    The operation returns three lists as one: the results, the residuals, and some of its operands.
-    With high types off, the rule `bwd` may return a dense cotangent for an implicit array. To
-    convert it to cotangents of leaves, `BackwardRule` needs these operands, the leaves.
+    The operation takes the operands of the primitive. It returns one list: the results, the
+    residuals, and the operands that are leaves of an implicit array whose cotangent may be dense.
+    `BackwardRule` needs these leaves, to convert a dense cotangent to cotangents of leaves.
     """
 
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """Return all three as one list, and a pair: the structures of the results and residuals."""
+        """Call `fwd`. Return the list, and a pair: the structures of results and residuals."""
         args = self.structure.unflatten(map(expose, values))
         pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
         (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)
@@ -71,7 +72,7 @@ def _dense_cotangent_flags(structure: Structure) -> list[bool]:
 
 @dataclass(frozen=True)
 class DerivativeRule(Expansion):
-    """A user's rule that returns tangents or cotangents, as an `Operation` on flat lists.
+    """A rule of the user that returns tangents or cotangents, as an `Operation` on flat lists.
 
     `types` are the types of the operands of the primitive. `out` and `out_types` are the structure
     and the types of its results.
@@ -155,11 +156,11 @@ class DerivativeRule(Expansion):
 
 @dataclass(frozen=True)
 class BackwardRule(DerivativeRule):
-    """The user's function `bwd` of `defvjp`, as an `Operation` on flat lists of operands.
+    """The function `bwd` that the user passed to `defvjp`, as an `Operation` on flat lists.
 
-    The operation takes the residuals, the operands that `ForwardRule` returns, and the cotangents
-    of the results. It returns the cotangents of the operands, without those for which the function
-    returns None. The field `residuals` is the structure of the residuals.
+    The operation takes the residuals, the leaves that `ForwardRule` returns after them, and the
+    cotangents of the results. It returns the cotangents of the operands, except where `bwd` returns
+    None. The field `residuals` is the structure of the residuals.
     """
 
     residuals: Structure
@@ -168,7 +169,7 @@ class BackwardRule(DerivativeRule):
     rule = "bwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """Return the cotangents, and a list of bools: whether each operand has a cotangent."""
+        """Call `bwd`. Return the cotangents, and a bool for each operand: whether it has one."""
         rest = iter(values)
         residuals = self.residuals.unflatten(map(expose, rest))
         primals = [next(rest) if d else None for d in _dense_cotangent_flags(self.structure)]
@@ -189,11 +190,12 @@ class BackwardRule(DerivativeRule):
 
 @dataclass(frozen=True)
 class LinearizedRule(Expansion):
-    """The forward derivative of a primitive with `defvjp`: the transpose of the rule `backward`.
+    """The forward derivative of a primitive that has a `bwd` rule, computed as its transpose.
 
-    The operation takes the operands of `backward` that precede the cotangents, then the tangents of
-    the operands of the primitive for which `varies` is true. It returns the tangents of the
-    results. In reverse mode, JAX transposes it, which calls `backward` itself.
+    The field `backward` is the rule. The operation takes the operands of `backward` except the
+    cotangents, then the tangents of the operands of the primitive for which `varies` is true. It
+    returns the tangents of the results. In reverse mode, JAX transposes this operation, and the
+    transpose calls `backward` itself.
     """
 
     backward: BackwardRule
@@ -229,7 +231,7 @@ class LinearizedRule(Expansion):
         return unflatten(flat), None
 
     def _split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Split the operands into those that are passed on to `backward`, and the tangents."""
+        """Split the operands of this operation into operands of `backward`, and tangents."""
         count = len(values) - sum(self.varies)
         return values[:count], values[count:]
 
@@ -257,7 +259,7 @@ class LinearizedRule(Expansion):
 
 
 class ForwardModeRule(DerivativeRule):
-    """The user's rule of `defjvp`, as an `Operation` on flat lists of operands.
+    """The rule that the user has set with `defjvp`, as an `Operation` on flat lists.
 
     The operation takes the operands, then the tangents of the operands with a floating leaf. It
     returns the tangents of the results with a floating leaf.
@@ -282,11 +284,11 @@ class ForwardModeRule(DerivativeRule):
 
 @dataclass(frozen=True)
 class TransposeRule(DerivativeRule):
-    """The user's rule of `deftranspose`, as an `Operation` on flat lists of operands.
+    """A rule that the user has set with `deftranspose`, as an `Operation` on flat lists.
 
-    The rule returns the cotangent of an operand in which the primitive is linear: the argument
-    `argnum`, which is one operand, with the index `position`. The operation takes the other
-    operands, then the cotangents of the results.
+    The rule returns the cotangent of one operand, in which the primitive is linear. This operand is
+    the argument `argnum` of the primitive, and has the index `position` in the flat list. The
+    operation takes the other operands, then the cotangents of the results.
     """
 
     position: int
@@ -307,7 +309,12 @@ class TransposeRule(DerivativeRule):
 def jvp_by_rule(
     expansion: Expansion, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return the results and their tangents by the user's rule, or None if no rule applies."""
+    """Return the results of a user's primitive and their tangents, by the rule that the user set.
+
+    `expansion` is the call of the primitive. The rule is from `defjvp`, `defvjp` or `deftranspose`.
+    Return None if there is no rule, or if the `deftranspose` rules do not apply. Then JAX
+    differentiates the function of the primitive.
+    """
     types = tuple(map(strong_type_of, primals))
     rules = expansion.primitive.rules
     if "jvp" not in rules and "fwd" not in rules:
@@ -331,9 +338,10 @@ def jvp_by_rule(
 
 
 def _fill_zero_tangents(out: list[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the results `out`, and a tangent for each: the next of `tangents`, or a `Zero`.
+    """Return the results `out`, and a list with the tangent of each result.
 
-    `tangents` has the tangents of all results with a floating leaf. If it is empty, all are zero.
+    `tangents` has the tangent of each result with a floating leaf, in order. The other results get
+    a `Zero`. If `tangents` is empty, all results do.
     """
     rest = iter(tangents)
     zero = lambda t: Zero(t.to_tangent_aval())
@@ -344,10 +352,12 @@ def _fill_zero_tangents(out: list[Any], tangents: Sequence[Any]) -> tuple[list[A
 def _jvp_of_linear(
     expansion: Expansion, types: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return the results and their tangents, if all varying operands have `deftranspose` rules.
+    """Return the results and tangents of a primitive that is linear in each operand with a tangent.
 
-    The primitive is linear in such an operand. So the tangent of the results is the primitive,
-    applied to the tangent in place of the operand. Otherwise return None.
+    `deftranspose` declares that the primitive is linear in an operand. The tangent of the results
+    is then the sum of the primitive, applied to each tangent in place of its operand. Return None
+    if an operand with a tangent has no such rule or needs a tangent for each leaf, or if a result
+    is an implicit array or has no tangent.
     """
     varying = [i for i, t in enumerate(tangents) if type(t) is not Zero]
     is_tree = lambda t: isinstance(t.to_tangent_aval(), TangentType)
@@ -364,7 +374,8 @@ def _jvp_of_linear(
 def _linear_argnum(expansion: Expansion, position: int) -> int | None:
     """Return which argument of the primitive is the operand with the index `position`.
 
-    Return None if the operand is only a part of an argument, or has no `deftranspose` rule.
+    `expansion` is the call of the primitive. Return None if the operand is only a part of an
+    argument, or if the argument has no `deftranspose` rule.
     """
     args = expansion.structure.unflatten(range(expansion.structure.size))
     for argnum, arg in enumerate(args):
@@ -376,10 +387,11 @@ def _linear_argnum(expansion: Expansion, position: int) -> int | None:
 def transpose_by_rule(
     expansion: Expansion, cotangents: Sequence[Any], operands: Sequence[Any]
 ) -> bool:
-    """Call the user's `deftranspose` rule, and add its cotangent to the accumulator.
+    """Call the `deftranspose` rule of a primitive, and accumulate the cotangent that it returns.
 
-    In `operands`, a `GradAccum` stands in place of each linear operand. Return False, and add
-    nothing, if there is not exactly one, or if this operand has no rule.
+    `expansion` is the call of the primitive. `operands` has JAX's accumulator, a `GradAccum`, in
+    place of each operand that needs a cotangent. Return True. Return False, and accumulate nothing,
+    if there is not exactly one such operand, or if it has no rule.
     """
     linear = [i for i, x in enumerate(operands) if isinstance(x, GradAccum)]
     if len(linear) != 1 or (argnum := _linear_argnum(expansion, linear[0])) is None:

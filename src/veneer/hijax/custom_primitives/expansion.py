@@ -53,7 +53,7 @@ class Structure:
         return jax.tree.unflatten(self.tree, [jax.tree.unflatten(v, group) for v, group in pairs])
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the list of the subtrees of `tree` at the positions of the operands."""
+        """Return the subtree of `tree` at the position of each operand, as a list."""
         pairs = zip(self.values, self.tree.flatten_up_to(tree), strict=True)
         return [x for value, subtree in pairs for x in value.flatten_up_to(subtree)]
 
@@ -93,9 +93,9 @@ def map_operation(
 class Expansion(Operation):
     """The function that defines a user's primitive, as an `Operation` on flat lists of operands.
 
-    An `Operation` is the computation of an equation of the primitive `high`. A subclass overrides
-    `evaluate` to call another function of the user, such as a derivative rule. `evaluate` also
-    returns static data about the results, which `infer` finds on abstract operands.
+    An `Operation` is the computation of one equation in a jaxpr. A subclass overrides `evaluate` to
+    call another function of the user, such as a derivative rule. `evaluate` also returns static
+    data about the results, which `infer` finds by tracing `evaluate` on abstract operands.
     """
 
     primitive: Any  # the `HighPrimitive`
@@ -147,9 +147,10 @@ class Expansion(Operation):
         return flatten_values(jax.tree.map(self._unpack, tree, is_leaf=is_value), self.typed)
 
     def _unpack(self, x: Any) -> Any:
-        """Return the implicit array of a tracer, whose leaves are traced. Return others unchanged.
+        """Return the implicit array, with traced leaves, if `x` is a tracer of an implicit array.
 
-        If `self.typed` is true, a tracer of an array with a dense tangent stays a tracer.
+        If `self.typed` is true, and the tangent of the array is one dense array, the tracer is
+        returned unchanged, like all other objects.
         """
         if not is_typed(x) or (self.typed and x.aval.dense_tangent):
             return value_of(x)
@@ -208,7 +209,10 @@ clear_with_rules(_infer.cache_clear)
 
 
 class MappedExpansion(Vmap):
-    """An `Expansion` under `jax.vmap`. Its derivatives map the derivatives of the `Expansion`."""
+    """The function of a user's primitive, or one of its rules, under `jax.vmap`.
+
+    Its derivatives are the derivatives of the `Expansion`, mapped over the same axes.
+    """
 
     jvp = jvp_of_vmap
     batch = map_operation
@@ -255,9 +259,9 @@ class MappedExpansion(Vmap):
 
 
 def _sum_first_axis(type: Any, ct: Any) -> Any:
-    """Sum cotangents, which `ct` stacks along its first axis, to a cotangent of type `type`.
+    """Return the sum of the cotangents that `ct` stacks along its first axis.
 
-    The type is an array type or a `TangentType`.
+    `type` is the type of one cotangent, an array type or a `TangentType`.
     """
     if not isinstance(type, TangentType):
         return jnp.sum(ct, axis=0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True, slots=True)
 class LoopVariable:
-    """A variable of the generated code with an integer from 0 to `extent - 1`."""
+    """An integer variable of the generated code, with a value from 0 to `extent - 1`."""
 
     name: str
     extent: int
@@ -47,7 +47,10 @@ class Index:
 
     @staticmethod
     def from_variable(variable: LoopVariable) -> "Index":
-        """Return the index that equals a variable. It is 0 for a variable with one value."""
+        """Return the index that equals a variable.
+
+        If its extent is 1, the variable is always 0, and so is the index.
+        """
         return Index(((variable, 1),)) if variable.extent != 1 else Index()
 
     def __add__(self, other: "Index | int") -> "Index":
@@ -116,12 +119,15 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def flatten_index(index: Iterable[Index], shape: Sequence[int]) -> Index:
-    """Return the position of an entry in a C-contiguous array."""
+    """Return the position in memory of the entry at `index` of a C-contiguous array."""
     return sum((i * stride for i, stride in zip(index, strides_of(shape), strict=True)), Index())
 
 
 def unflatten_index(position: Index, shape: Sequence[int]) -> tuple[Index, ...] | None:
-    """Return the index of the entry at a position, or None if it needs a division."""
+    """Return the index of the entry at a position of a C-contiguous array of a shape.
+
+    Return None if the index is not linear in the loop variables, so that it needs a division.
+    """
     index = []
     rest = position
     for stride, extent in zip(strides_of(shape), shape, strict=True):
@@ -149,7 +155,7 @@ def loop_variable_names() -> Iterable[str]:
 
 @dataclass(eq=False)
 class Memory:
-    """A block of memory of a program.
+    """A block of memory of a program, with `size` entries.
 
     `kind` is "input" or "constant" (read-only), "output" (returned to the caller), or "work"
     (scratch memory of one call). If `alias` is set, the block is part of the memory of that buffer.
@@ -184,16 +190,20 @@ class ArrayExpr:
         return len(self.shape)
 
     def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
-        """Return an expression for the entry at `index`.
+        """Return an expression of the generated code for the entry at `index`.
 
-        Statements that it needs are written to `k`.
+        `k` is the kernel that reads the entry. Statements that the expression needs are written to
+        it.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Buffer(ArrayExpr):
-    """A C-contiguous array in memory. `offset` is an expression for the position of entry 0."""
+    """A C-contiguous array in memory.
+
+    `offset` is an expression of the generated code: the position of its first entry in `memory`.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -201,7 +211,7 @@ class Buffer(ArrayExpr):
     offset: str = "0"
 
     def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
-        """Load the entry at `index` into a local variable. Return its name."""
+        """Write a statement to `k` that loads an entry into a variable. Return its name."""
         return k.load(self, index)
 
     def reshape(self, shape: tuple[int, ...]) -> "Buffer":
@@ -209,7 +219,7 @@ class Buffer(ArrayExpr):
         return Buffer(tuple(shape), self.dtype, self.memory, self.offset)
 
     def part(self, index: str) -> "Buffer":
-        """Return the array `self[index]`, where `index` is an expression of the program."""
+        """Return the array `self[index]`, where `index` is an expression of the generated code."""
         size = math.prod(self.shape[1:])
         start = f"{index} * {size}" if size != 1 else index
         offset = start if self.offset == "0" else f"{self.offset} + {start}"
@@ -234,7 +244,7 @@ class LazyArray(ArrayExpr):
     name: str = "copy"
 
     def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
-        """Return an expression that computes the entry at `index`."""
+        """Return an expression that computes the entry at `index` in the kernel `k`."""
         return self.entry(k, index)
 
 
@@ -251,7 +261,11 @@ class UpdatedArray(LazyArray):
 
 
 def reshape(value: ArrayExpr, shape: tuple[int, ...]) -> ArrayExpr | None:
-    """Return an array with another shape, or None if a lazy one has to be computed first."""
+    """Return an array with another shape.
+
+    Return None if `value` is lazy, and an index of the result needs a division to become an index
+    of `value`. Then `value` must be computed into memory first.
+    """
     if isinstance(value, Buffer):
         return value.reshape(shape)
     names = zip(loop_variable_names(), shape, strict=False)
@@ -283,5 +297,5 @@ def lazy_arrays_in(*values: ArrayExpr) -> frozenset[ArrayExpr]:
 
 
 def scalar_expr(text: str, dtype: np.dtype) -> LazyArray:
-    """Return an array of rank 0 whose only entry is an expression."""
+    """Return a lazy array of rank 0 whose entry is the expression `text` of the generated code."""
     return LazyArray((), dtype, lambda k, index: text)

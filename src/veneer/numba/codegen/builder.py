@@ -38,8 +38,9 @@ class Builder:
     """A compiler of the equations of a graph, one by one.
 
     A rule gets the builder, the operands as `ArrayExpr`, and the parameters of its equation. It
-    returns the results as `ArrayExpr`: buffers that a kernel fills, or lazy arrays. `calls` are the
-    calls out of the program. If they are `Fallbacks`, JAX runs primitives without a rule.
+    returns the results as `ArrayExpr`: buffers that a kernel fills, or lazy arrays. `calls`
+    collects the calls of functions outside of the program. If it is a `Fallbacks`, JAX runs
+    primitives without a rule.
     """
 
     def __init__(self, calls: Calls | None = None) -> None:
@@ -54,7 +55,7 @@ class Builder:
 
     @property
     def primitive(self) -> str:
-        """The name of the current primitive."""
+        """The primitive whose equation is compiled now, or "copy" outside of equations."""
         return self.equation.primitive if self.equation else "copy"
 
     @property
@@ -78,9 +79,10 @@ class Builder:
         return LazyArray((), array.dtype, lambda k, index: text)
 
     def buffer(self, shape: Sequence[int] | None = None, dtype: Any = None) -> Buffer:
-        """Allocate memory to write to.
+        """Return a new array in the work memory of the program, for a rule to write to.
 
-        The first result of the equation sets the default shape and dtype.
+        Its shape and dtype default to the shape and dtype of the first result of the current
+        equation.
         """
         shape = self.out.shape if shape is None else shape
         dtype = np.dtype(self.out.dtype if dtype is None else dtype)
@@ -143,7 +145,7 @@ class Builder:
         return buffer
 
     def copy(self, value: ArrayExpr, into: Buffer | None = None) -> Buffer:
-        """Compute an array into new memory, or into the buffer `into`. Return the buffer."""
+        """Write code that computes an array into `into`, or into new memory. Return the buffer."""
         buffer = into or self.buffer(value.shape, value.dtype)
         if isinstance(value, UpdatedArray):
             self.copy(value.base, buffer)
@@ -154,7 +156,11 @@ class Builder:
         return buffer
 
     def force_costly(self, value: ArrayExpr) -> ArrayExpr:
-        """Return an array that is cheap to read again. A costly lazy array is computed now."""
+        """Return an array that is cheap to read more than once.
+
+        A lazy array whose entries are costly is computed into memory now. Other arrays are returned
+        unchanged.
+        """
         if self._kernel is not None:
             return self._let(value)
         return (
@@ -164,7 +170,10 @@ class Builder:
         )
 
     def _let(self, value: ArrayExpr) -> ArrayExpr:
-        """Return a scalar as a local variable of the kernel that is being written."""
+        """Write a scalar to a local variable of the kernel that is being written, and return it.
+
+        Outside of a kernel, or if `value` has axes, return `value` unchanged.
+        """
         if value.ndim or self._kernel is None:
             return value
         return scalar_expr(self._kernel.let(self._kernel.read(value, ())), value.dtype)
@@ -199,7 +208,10 @@ class Builder:
 
     @contextmanager
     def kernel(self, name: str | None = None) -> Iterator[LoopNest]:
-        """Open a kernel, and call it at this point of the program. Yield its loop nest."""
+        """Open a kernel, and call it at this point of the program. Yield its loop nest.
+
+        `name` is the name of its function, by default the name of the current primitive.
+        """
         k = LoopNest()
         yield k
         if k.written:
@@ -207,7 +219,10 @@ class Builder:
             self.call(function, *k.buffers)
 
     def call(self, function: str, *pointers: Buffer) -> None:
-        """Write a call of a function of the program with pointers to buffers."""
+        """Write a statement that calls a function of the program with pointers to buffers.
+
+        `function` is the name of the function.
+        """
         pieces: list[str | Buffer] = [f"{function}("]
         for pointer in pointers:
             pieces += [pointer, ", "]
@@ -245,19 +260,22 @@ class Builder:
 
     @contextmanager
     def repeat(self, length: int, reverse: bool = False) -> Iterator[str]:
-        """Open a loop of the program. Yield the name of its variable."""
+        """Open a loop of `length` iterations in the program. Yield the name of its variable."""
         name = self.name("step")
         steps = f"range({length - 1}, -1, -1)" if reverse else f"range({length})"
         with self.block(f"for {name} in {steps}:"):
             yield name
 
     def name(self, prefix: str) -> str:
-        """Return a new name of the program."""
+        """Return a variable name of the generated program that is not used yet.
+
+        It is `prefix` and a number.
+        """
         self._n_names += 1
         return f"{prefix}{self._n_names - 1}"
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Make a function available to the program under its name. Return the name."""
+        """Let the generated program call a function by its `__name__`. Return the name."""
         return self.program.function(function)
 
     # Equations.
@@ -275,9 +293,9 @@ class Builder:
         return self.inline(jax.make_jaxpr(f)(*avals), *operands)
 
     def inline_into_kernel(self, k: LoopNest, jaxpr: Any, *operands: ArrayExpr) -> list[str]:
-        """Write a jaxpr of scalars into a kernel. Return expressions of its results.
+        """Write a jaxpr of scalars into the kernel `k`. Return expressions for its results.
 
-        All its primitives must be fused. `require_fused` checks that.
+        All its primitives must be computable within a kernel, which `require_fused` checks.
         """
         outer, self._kernel = self._kernel, k
         results = self.inline(jaxpr, *operands)
@@ -304,7 +322,11 @@ class Builder:
         return [value_of(v) for v in graph.outputs]
 
     def _force_if_shared(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
-        """Force a costly lazy array that several loops read, or that fuses too many operations."""
+        """Compute `value` into memory if it is a costly lazy array that several loops read.
+
+        Do so also if it depends on too many lazy arrays for one loop. `n_readers` is the number of
+        loops that read it.
+        """
         if self._kernel is not None or not isinstance(value, LazyArray):
             return value
         costly = value.cost > _MAX_CHEAP_COST and n_readers > 1
@@ -351,9 +373,9 @@ class Builder:
         return self._kernel is not None
 
     def _by_rule(self, rule: Callable[..., Any], operands: list[ArrayExpr]) -> Any:
-        """Run a rule on operands.
+        """Run the rule of the current equation on operands, and return the results.
 
-        If it returns a Numba function, write a call. Return the results.
+        If the rule is a Numba function, or returns one, write a call of this function.
         """
         assert self.equation is not None
         function = rule
@@ -397,7 +419,7 @@ def _leave_out(equation: Equation) -> None:
 
 
 def _name_of(value: ArrayExpr) -> str:
-    """Return a name for the kernel that computes an array: the primitives that it fuses."""
+    """Return a name for the kernel that computes an array, made of the primitives that it fuses."""
     if not isinstance(value, LazyArray):
         return "copy"
     costly = [x.name for x in value.reads if isinstance(x, LazyArray) and x.cost > 0]
@@ -406,7 +428,10 @@ def _name_of(value: ArrayExpr) -> str:
 
 
 def broadcast_read(k: LoopNest, value: ArrayExpr, index: Sequence[Index]) -> str:
-    """Read an entry of an operand whose axes of size 1 broadcast along the axes of `index`."""
+    """Return an expression for an entry of an operand whose axes of size 1 broadcast.
+
+    `k` is the kernel that reads the entry, and `index` is the index of the entry in the result.
+    """
     return k.read(
         value,
         [Index() if n == 1 else i for n, i in zip(value.shape, index, strict=False)],

@@ -29,7 +29,10 @@ PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @instruction
 def call_address(function, *pointers):
-    """Call the function whose address is `function[0]`, with pointers. Return 1 on success."""
+    """Call the C function at the address `function[0]` with the addresses of `pointers`.
+
+    Return 1 if it succeeds, or 0.
+    """
     places = [p.entries.ctypes.data + p.start * p.entries.itemsize for p in pointers]
     words = (ctypes.c_int64 * (1 + len(places)))(0, *places)
     PROTOTYPE(int(function[0]))(ctypes.addressof(words))
@@ -50,10 +53,10 @@ class Calls:
     def write(
         self, b: "Builder", functions: Sequence[Buffer], buffers: Sequence[Buffer], name: str
     ) -> None:
-        """Write a call of functions in the order given, until one succeeds.
+        """Write code that calls functions in the order given, until one succeeds.
 
-        The program ends if all of them fail. `buffers` are the operands and results of each
-        function.
+        The program ends if all of them fail. `buffers` are the operands and then the results, which
+        each function gets. `name` describes the call in error messages.
         """
         pieces: list[str | Buffer] = []
         for function in functions:
@@ -76,12 +79,13 @@ class Calls:
         n_operands: int,
         buffers: Sequence[Buffer],
     ) -> Buffer:
-        """Return a constant with the address of a callback that runs a Python function.
+        """Return a constant array with the address of a C function that calls a Python function.
 
         **Arguments:**
 
-        - `run`: a function of arrays that returns a list of arrays.
-        - `n_operands`: the number of buffers that `run` takes. It returns the other ones.
+        - `run`: the Python function. It takes NumPy arrays and returns a list of arrays.
+        - `n_operands`: the number of arrays that `run` takes.
+        - `buffers`: the operands and then the results, which the C function gets.
         """
         callback = PROTOTYPE(self._c_callback(run, n_operands, buffers))
         b.program.objects.append(callback)
@@ -117,7 +121,7 @@ class Calls:
         return function
 
     def end(self, b: "Builder") -> None:
-        """Add a last result to a program with calls: 1 if the program ran to its end, or 0."""
+        """Add a last result to a program that makes calls: 1 if the program ends well, or 0."""
         if self.names:
             finished = b.buffer((), np.int64)
             b.program.statements.insert(0, Statement((finished, "[0] = np.int64(0)")))
@@ -126,7 +130,11 @@ class Calls:
             b.program.calls = tuple(self.names)
 
     def with_errors(self, entry: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a program without its last result, raising the errors of calls."""
+        """Wrap the function of a program that makes calls, to raise the error of a failed call.
+
+        `entry` is the function. The wrapper drops its last result, which says whether the program
+        ran to its end.
+        """
         if not self.names:
             return entry
 
@@ -153,7 +161,7 @@ class Fallbacks(Calls):
         self._lines: list[str] = []
 
     def compile(self, b: "Builder", operands: Sequence[ArrayExpr]) -> list[Buffer]:
-        """Write a call of JAX for the current equation. Return its results."""
+        """Write a call of JAX, which runs the current equation. Return its results."""
         equation = b.equation
         assert equation is not None
         run = _compiled_by_jax(equation)
@@ -172,7 +180,10 @@ class Fallbacks(Calls):
         return results
 
     def warn(self, name: str) -> None:
-        """Warn the caller of `compile` about the primitives that JAX runs."""
+        """Warn the caller of `compile` about the primitives that JAX runs.
+
+        `name` is the name of the compiled function.
+        """
         message = (
             f"vn.numba.compile of {name}: JAX runs {'; '.join(self._lines)}, which has no rule. "
             "Each run takes tens of microseconds and the GIL. To compile it, register a rule with "

@@ -75,7 +75,7 @@ class Equation:
 
     @property
     def has_empty_results(self) -> bool:
-        """True if no result has an entry. No rule is called for such an equation."""
+        """True if all results have size 0. No rule is called for such an equation."""
         shapes = [getattr(v.aval, "shape", (1,)) for v in self.outputs]
         return bool(shapes) and not self.origin.effects and all(0 in shape for shape in shapes)
 
@@ -90,7 +90,10 @@ class Graph:
 
 
 def trace(f: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Graph, Any, Any]:
-    """Trace a JAX function. Return its graph, and the tree structures of arguments and results."""
+    """Trace a JAX function for the arguments `args`.
+
+    Return its graph, and the tree structures of its arguments and results.
+    """
     examples, in_tree = jax.tree.flatten(args)
     for number, example in enumerate(examples):
         shape = getattr(example, "shape", ())
@@ -134,7 +137,11 @@ def _inline(
     equations: list[Equation],
     callers: tuple[Any, ...] = (),
 ) -> list[Variable]:
-    """Append the equations of an open jaxpr to `equations`. Return the variables of its results."""
+    """Append the equations of an open jaxpr to `equations`. Return the variables of its results.
+
+    `arguments` are the variables of its inputs. `callers` are the equations of the calls around it,
+    from the innermost one on.
+    """
     variables = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Variable:
@@ -160,7 +167,10 @@ def _inline(
 
 
 def _called_jaxpr(equation: Any) -> Any:
-    """Return the jaxpr that replaces the equation of a call, or None for other equations."""
+    """Return the jaxpr that an equation calls, or None if the equation is not a call.
+
+    The equations of the jaxpr replace the call.
+    """
     name = equation.primitive.name
     if name in _CALLS:
         return equation.params[_CALLS[name]]
@@ -179,7 +189,10 @@ def _called_jaxpr(equation: Any) -> Any:
 
 
 def _python_params(equation: Any) -> dict[str, Any]:
-    """Return the parameters of an equation, with Python integers and with keys as uint64."""
+    """Return the parameters of an equation, with Python integers in place of NumPy integers.
+
+    If the results are random keys, a fill value becomes a uint64, too.
+    """
 
     def convert(parameter: Any) -> Any:
         if isinstance(parameter, np.integer):  # from batching
@@ -194,9 +207,10 @@ def _python_params(equation: Any) -> dict[str, Any]:
 
 
 def count_readers(graph: Graph, fused: Iterable[str]) -> dict[Variable, int]:
-    """Return the number of loops that read each array, if `fused` primitives have no loops.
+    """Return the number of loops of the generated program that read each array.
 
-    An equation of another primitive counts as one loop, and so does a result of the program.
+    The primitives named in `fused` are computed within the loops that read their results. An
+    equation of another primitive counts as one loop, and so does a result of the program.
     """
     loops: dict[Variable, set[int]] = {}
     for variable in graph.outputs:
@@ -219,7 +233,7 @@ _THREEFRY = "key<fry>"
 
 
 def _is_key(x: Any) -> bool:
-    """Return whether the dtype of an array, tracer or `ShapeDtypeStruct` is a typed random key."""
+    """Return whether the dtype of `x`, such as an array or a tracer, is a typed random key."""
     return jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 

@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass
 class _Scope:
-    """The lines under a loop or a condition, or of the whole function."""
+    """The lines of generated code under a loop or a condition, or of the whole kernel."""
 
     header: str | LoopVariable
     lines: "list[str | _Scope]" = field(default_factory=list)
@@ -45,7 +45,11 @@ class _Scope:
 
 @dataclass(frozen=True)
 class Access:
-    """A read or write of memory, at a position after an offset."""
+    """A read or write of an entry in a block of memory.
+
+    `offset` is an expression for the start of the array in the block, and `position` is the
+    position of the entry in the array.
+    """
 
     memory: Memory
     offset: str
@@ -55,8 +59,9 @@ class Access:
 class LoopNest:
     """The source of a kernel, which rules write statement by statement.
 
-    `parameters` maps each memory and offset to its pointer, `written` is the memory that the kernel
-    writes, and `functions` are the functions that it calls.
+    `parameters` maps each pair of a block of memory and an offset in it to the name of its pointer.
+    `written` are the blocks that the kernel writes, and `functions` are the functions that it
+    calls.
     """
 
     def __init__(self) -> None:
@@ -144,16 +149,16 @@ class LoopNest:
         return self.let(text)
 
     def store(self, buffer: Buffer, index: Sequence[Index], text: str) -> None:
-        """Write an expression to an entry of a buffer."""
+        """Write a statement that stores the expression `text` in an entry of a buffer."""
         self.written.add(buffer.memory)
         value = storage.encode(self, text, buffer.dtype)
         self.line(f"{self._access(buffer, index)} = {value}")
 
     def let(self, text: str, name: str = "v") -> str:
-        """Return a local variable with the value of an expression without side effects.
+        """Return the name of a local variable that holds the value of the expression `text`.
 
-        The variable is assigned in the outermost loop in which all variables of `text` are known,
-        but not outside a condition.
+        The expression must have no side effects. The variable is assigned in the outermost loop in
+        which all variables of `text` are known, but not outside a condition.
         """
         if text.isidentifier() and text in self._depths:
             return text
@@ -169,29 +174,32 @@ class LoopNest:
         return local
 
     def assign(self, text: str, name: str = "v") -> str:
-        """Assign an expression to a new local variable in the current block. Return the variable.
+        """Assign the expression `text` to a new local variable. Return the name of the variable.
 
-        Later lines may assign to the variable again.
+        The statement is written to the current block. Later lines may assign to the variable again.
         """
         local = self._local(name, len(self._open) - 1)
         self.line(f"{local} = {text}")
         return local
 
     def variable(self, text: str, extent: int) -> Index:
-        """Return an index computed by an expression, whose value must be from 0 to `extent - 1`."""
+        """Return the value of the expression `text` as an index.
+
+        The value must be from 0 to `extent - 1`.
+        """
         return Index.from_variable(LoopVariable(self.let(text, "at"), extent))
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Make a function callable from the kernel by its name. Return the name."""
+        """Let the kernel call a function by its `__name__`. Return the name."""
         self.functions[function.__name__] = function
         return function.__name__
 
     def call(self, function: Callable[..., Any], *args: str) -> str:
-        """Return an expression that calls a function."""
+        """Return an expression that calls a function with the expressions `args`."""
         return f"{self.function(function)}({', '.join(args)})"
 
     def pointer(self, buffer: Buffer) -> str:
-        """Return the pointer to a buffer, for a function that may write to it."""
+        """Return the name of the pointer to a buffer, for a function that may write to it."""
         self.written.add(buffer.memory)
         return self._parameter(buffer)
 
@@ -228,7 +236,10 @@ class LoopNest:
         return (Access(*names[parameter], at) for parameter, at in self._accesses)
 
     def access_of(self, text: str) -> Access | None:
-        """Return the memory access that loaded a local variable, or None if it was computed."""
+        """Return the memory access that loaded a local variable, or None if it was computed.
+
+        `text` is the name of the variable.
+        """
         sources = (source for known in self._cached for source, v in known.items() if v == text)
         for source in sources:
             match = _ACCESS.fullmatch(source) if isinstance(source, str) else None
@@ -246,9 +257,9 @@ class LoopNest:
         return "\n".join(self._render(self._body, 1))
 
     def _merge(self, scope: _Scope) -> bool:
-        """Merge a loop with the only loop inside it, if all accesses allow it.
+        """Merge a loop with the only loop inside it, if both together run through memory in order.
 
-        Return whether they do.
+        This must hold for all reads and writes. Return whether the loops were merged.
         """
         inner = scope.lines[0] if len(scope.lines) == 1 else None
         if not isinstance(inner, _Scope):

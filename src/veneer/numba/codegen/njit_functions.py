@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 def call_function(
     b: "Builder", rule: Callable[..., Any], function: Any, operands: Sequence[ArrayExpr]
 ) -> list[ArrayExpr]:
-    """Write a call of the Numba function of a rule, for the current equation.
+    """Write a call of a Numba function, which computes the primitive of the current equation.
 
     **Arguments:**
 
-    - `rule`: the registered rule.
-    - `function`: the Numba function, which is `rule` itself or what `rule` returned.
+    - `rule`: the rule that is registered for the primitive.
+    - `function`: the Numba function: `rule` itself, or the function that `rule` returned.
     """
     equation = b.equation
     assert equation is not None
@@ -76,7 +76,11 @@ def call_function(
 
 
 def _function_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype of the arrays that a function takes. Numba has no half precision."""
+    """Return the dtype in which a Numba function takes or returns arrays of `dtype`.
+
+    It differs only for float16 and bfloat16, which Numba does not have. They are converted to
+    float32.
+    """
     return np.dtype(dtype) if np.dtype(dtype).kind == "b" else storage.computed_dtype(dtype)
 
 
@@ -95,7 +99,7 @@ def pointer_to(typing_context, address):
 
 @intrinsic
 def read_only(typing_context, array):
-    """Return an array to whose entries Numba refuses to assign."""
+    """Return `array` with a type that makes Numba reject assignments to its entries."""
 
     def emit(context, builder, signature, args):
         context.nrt.incref(builder, signature.args[0], args[0])
@@ -166,9 +170,9 @@ class NativeFunction:
         return results
 
     def _accepted_params(self, python: Any, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters that the function accepts. Raise `TypeError` if it lacks one.
+        """Return the parameters of the equation that the function accepts as keywords.
 
-        It may lack parameters that are None.
+        Raise `TypeError` if it does not accept a parameter whose value is not None.
         """
         if not isinstance(python, FunctionType):
             return {name: value for name, value in params.items() if value is not None}
@@ -272,7 +276,10 @@ def _failing_function() -> Any:
 def _with_constant_params(
     function: Any, n_operands: int, params: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function of operands that calls `function` with `params` as constant keywords."""
+    """Return a function of `n_operands` operands that calls `function` with `params` as keywords.
+
+    Numba compiles the parameters as constants.
+    """
     names = {"function": function}
     arguments = operands = [f"x{n}" for n in range(n_operands)]
     for n, (name, value) in enumerate(params.items()):
@@ -284,7 +291,7 @@ def _with_constant_params(
 
 
 def _result_types(returned: Any) -> list[Any]:
-    """Return the types of the results of a function as a list."""
+    """Return the Numba types of the results of a function as a list, given its return type."""
     if returned == types.none:
         return []
     is_tuple = isinstance(returned, types.BaseTuple)
@@ -399,9 +406,10 @@ def raw_function(source: Source, address: int, entry: Any) -> Any:
 
 
 def _table_without_callbacks(source: Source, table: np.ndarray) -> np.ndarray:
-    """Return the table of a program, with callbacks to Python replaced by a function that fails.
+    """Return a copy of `table`, in which callbacks to Python are replaced by a function that fails.
 
-    Threads of Numba must not wait for the GIL. The constants are at the end of the table.
+    `table` has the addresses that the program uses. The addresses of constants are at its end. Code
+    that runs in threads of Numba must not wait for the GIL.
     """
     if not source.callbacks:
         return table

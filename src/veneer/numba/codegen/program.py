@@ -29,9 +29,10 @@ _STEPS_OF_KERNELS = 100
 
 @dataclass
 class Statement:
-    """A line of the program, made of text and buffers, and the statements of the block under it.
+    """A line of the generated program, and the statements of the block under it.
 
-    A buffer becomes a pointer. `note` is the line of the user's code that the statement comes from.
+    `pieces` are text and buffers, which become pointers. `note` is the line of the user's code that
+    the statement comes from.
     """
 
     pieces: tuple["str | Buffer", ...]
@@ -50,7 +51,10 @@ class Statement:
 
 
 def resolve_alias(buffer: Buffer) -> tuple[Memory, str]:
-    """Return the memory in which a buffer finally is, and the offset of its first entry."""
+    """Return the block of memory that a buffer is in, and the offset of its first entry.
+
+    A block that is part of another buffer (`alias`) is replaced by the block of that buffer.
+    """
     memory, offset = buffer.memory, buffer.offset
     while memory.alias is not None:
         whole = memory.alias
@@ -68,7 +72,9 @@ class _Life:
 
 
 def allocate(statements: list[Statement]) -> tuple[dict[Memory, int], int]:
-    """Place all work memory, and let blocks that are needed at different times share a place.
+    """Choose a place for each block of work memory that statements use.
+
+    Blocks that are needed at different times can have the same place.
 
     **Returns:** the offset of each block in bytes, and the size of all work memory in bytes.
     """
@@ -122,7 +128,10 @@ def _number_statements(
 
 
 def _lines(statements: list[Statement], names: dict[Memory, str], indent: int = 1) -> Iterator[str]:
-    """Yield the source lines of statements."""
+    """Yield the source lines of statements.
+
+    `names` maps each block of memory to the name of its pointer.
+    """
     for statement in statements:
         text = ""
         for piece in statement.pieces:
@@ -152,7 +161,7 @@ class Function:
 
 
 class ProgramDraft:
-    """A program while a builder writes it.
+    """The generated program while a builder writes it.
 
     `calls`, `callbacks` and `objects` are as in `Source`.
     """
@@ -171,16 +180,17 @@ class ProgramDraft:
         self.objects: list[Any] = []
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
-        """Add an argument."""
+        """Add an argument with a shape and a dtype to the program. Return its buffer."""
         memory = Memory(np.dtype(dtype), int(np.prod(shape)), "input", f"in{len(self.inputs)}")
         self.inputs.append(memory)
         self.input_shapes.append(tuple(shape))
         return Buffer(tuple(shape), memory.dtype, memory)
 
     def constant(self, array: np.ndarray) -> Buffer:
-        """Add a constant array.
+        """Add a constant array to the program. Return its buffer.
 
-        The program gets its address, so that the source does not depend on it.
+        The program gets the address of the array as an argument, so the source does not contain its
+        values.
         """
         name = f"const{len(self.constants)}"
         memory = Memory(array.dtype, array.size, "constant", name)
@@ -211,7 +221,7 @@ class ProgramDraft:
         return self.kernels[key].name
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Make a function callable from the source by its name. Return the name."""
+        """Let the generated source call a function by its `__name__`. Return the name."""
         known = self.functions.setdefault(function.__name__, function)
         if known is not function:
             raise ValueError(
@@ -251,12 +261,12 @@ class Source:
     objects: tuple[Any, ...] = ()
 
     def wide_dtype(self, dtype: np.dtype) -> np.dtype | None:
-        """Return the 64-bit dtype that is also accepted for arguments of a dtype, or None."""
+        """Return the 64-bit dtype that arguments of the 32-bit `dtype` may also have, or None."""
         return storage.WIDE.get(dtype) if self.narrows else None
 
     @property
     def is_long(self) -> bool:
-        """True if a call certainly takes tens of microseconds."""
+        """True if a call certainly takes tens of microseconds. Such a call releases the GIL."""
         memories = (*self.inputs, *self.outputs)
         nbytes = sum(memory.nbytes for memory in memories) + self.work_nbytes
         nbytes += sum(array.nbytes for array in self.constants)
@@ -265,7 +275,10 @@ class Source:
 
 
 def _n_steps(text: str) -> int:
-    """Return the number of iterations of the longest loop nest of a function with known lengths."""
+    """Return the number of iterations of the longest loop nest in the source of a function.
+
+    Only loops whose length is a number in the source count.
+    """
     most, outer = 1, [(0, 1)]  # indent and total iterations of the loops around a line
     for line in text.splitlines()[1:]:
         indent = len(line) - len(line.lstrip())
@@ -325,7 +338,8 @@ def _key(
 ) -> str:
     """Return a hash of everything that the compiled code depends on.
 
-    Notes of user lines are excluded.
+    Comments with lines of the user's code are excluded. `functions` are the kernels and the
+    function that calls them, and `called` are the functions that these call.
     """
     digest = hashlib.sha256()
     # The entry for Python checks the shapes of arguments and sets the shapes of results.

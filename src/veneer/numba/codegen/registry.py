@@ -107,7 +107,7 @@ class Registry:
         return iter(sorted(self._rules))
 
     def missing_rule_error(self, primitive: str, place: str) -> NotImplementedError:
-        """Return the error for a primitive without a rule."""
+        """Return the error for a primitive without a rule. `place` is the user's line."""
         close = difflib.get_close_matches(primitive, self._rules, n=2)
         hint = f" (there are rules for {' and '.join(close)})" if close else ""
         return NotImplementedError(

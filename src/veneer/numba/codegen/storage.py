@@ -87,9 +87,9 @@ def clip_float(x, low, high):
 
 @scalar
 def saturate(truncated, x, low, high, least, most):
-    """Return the integer of a float `x`: 0 for NaN, `least` below `low`, and `most` above `high`.
+    """Convert a float `x` to an integer: 0 for NaN, `least` below `low`, and `most` above `high`.
 
-    For other `x` it is `truncated`, which is `x` without its fractional part.
+    For other `x`, return `truncated`, which must be `x` without its fractional part, as an integer.
     """
     ended = select(x > high, most, select(x < low, least, truncated))
     return select(x == x, ended, truncated - truncated)
@@ -138,35 +138,38 @@ def computed_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def decode(k: "LoopNest", text: str, dtype: np.dtype) -> str:
-    """Convert the expression of an entry in memory to the dtype of computation."""
+    """Convert the expression `text` of an entry in memory to the dtype that it is computed in."""
     return k.call(_CONVERTED[dtype].load, text) if dtype in _CONVERTED else text
 
 
 def encode(k: "LoopNest", text: str, dtype: np.dtype) -> str:
-    """Convert the expression of a computed entry to the dtype in memory."""
+    """Convert the expression `text` of a computed entry to the dtype that memory holds."""
     return k.call(_CONVERTED[dtype].store, text) if dtype in _CONVERTED else text
 
 
 def round_to(k: "LoopNest", text: str, dtype: np.dtype) -> str:
-    """Round the expression of a computed entry to a number that `dtype` can represent."""
+    """Round the value of the expression `text` to a number that `dtype` can represent."""
     if dtype not in _CONVERTED or dtype.kind == "b":
         return text
     return decode(k, encode(k, text, dtype), dtype)
 
 
 def type_name(dtype: np.dtype) -> str:
-    """Return the name of the computed type of `dtype` in generated code."""
+    """Return the name of the type in generated code that entries of `dtype` are computed in."""
     computed = computed_dtype(dtype)
     return "np.bool_" if computed.kind == "b" else f"np.{computed.name}"
 
 
 def wrap(text: str, dtype: np.dtype) -> str:
-    """Wrap an integer expression to the bits of `dtype`, because Numba computes with 64 bits."""
+    """Convert an integer expression to `dtype`, because Numba computes with 64 bits.
+
+    A value that does not fit wraps around. An expression of another dtype is returned unchanged.
+    """
     return f"{type_name(dtype)}({text})" if dtype.kind in "iu" else text
 
 
 def literal(value: Any, dtype: np.dtype) -> str:
-    """Return an expression for a number, of the computed type of `dtype`."""
+    """Return an expression for the number `value`, in the type that `dtype` is computed in."""
     name = type_name(dtype)
     number = np.asarray(value).astype(dtype)[()]
     if dtype.kind == "b":
@@ -184,7 +187,7 @@ def literal(value: Any, dtype: np.dtype) -> str:
 
 
 def cast(k: "LoopNest", text: str, source: np.dtype, target: np.dtype) -> str:
-    """Convert an expression from one dtype to another, as JAX does.
+    """Convert the expression `text` from the dtype `source` to the dtype `target`, as JAX does.
 
     A float is rounded towards zero to an integer and saturates, and NaN becomes 0. A complex number
     becomes its real part.

@@ -45,7 +45,7 @@ def _positive(x):
 
 @scalar
 def _times(x, y):
-    """Return `x * y`, but `x` where it is 0, even if `y` is infinite."""
+    """Return `x * y`. If `x` is 0, return `x`, even if `y` is infinite."""
     return select(x == np.float64(0), x, x * y)
 
 
@@ -81,7 +81,7 @@ def sqrt_c128(z):
 
 @scalar
 def _root(z):
-    """Return the square root of C99. The sign of a zero selects the side of the branch cut."""
+    """Return the square root as in C99. The sign of a zero selects the side of the branch cut."""
     x, y = z.real, z.imag
     large = sqrt(fabs(x) * np.float64(0.5) + abs_c128(z) * np.float64(0.5))
     divisor = select(large == np.float64(0), np.float64(1), large)
@@ -118,7 +118,7 @@ def quotient_c128(z, w):
 
 @scalar
 def _sign_of_infinity(x):
-    """Return 1 or -1 for an infinity, and 0 for other numbers, with the sign of `x`."""
+    """Return 1 or -1 if `x` is an infinity. Otherwise return a zero with the sign of `x`."""
     return copysign(select(fabs(x) == np.inf, np.float64(1), np.float64(0)), x)
 
 

@@ -357,6 +357,6 @@ FUNCTIONS: dict[str, ByPrecision] = {
 
 
 def functions_of(name: str) -> dict[np.dtype, Callable[..., Any]]:
-    """Return the functions of a JAX primitive for float32 and float64, by dtype."""
+    """Return the functions that compute a JAX primitive, by dtype: float32 and float64."""
     functions = FUNCTIONS[name] if name in FUNCTIONS else (C_LIBRARY[name],) * 2
     return dict(zip(map(np.dtype, _FLOAT), functions, strict=True))

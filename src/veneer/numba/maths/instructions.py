@@ -27,10 +27,10 @@ EXTERNAL: dict[str, str] = {}
 
 
 def scalar(function: F) -> F:
-    """Register a function of numbers that generated code may call. It may call others like it.
+    """Register a function of numbers that generated code may call.
 
-    Write it without branches if loops that call it should become vector instructions. Compiled code
-    may compute a product and a sum with one rounding.
+    It may call other such functions. Write it without branches if loops that call it should become
+    vector instructions. Compiled code may compute a product and a sum with one rounding.
 
     >>> import numpy as np
     >>> from veneer.numba.maths.instructions import scalar
@@ -51,14 +51,15 @@ def instruction(function: F) -> F:
 
 
 def external(module: str) -> Callable[[F], F]:
-    """Return a decorator for an instruction that calls a function of the same name in a library.
+    """Return a decorator for an instruction that calls a compiled function of the same name.
 
-    All arguments are passed by reference, as in Fortran, and integers as int32. Pointers are passed
-    unchanged.
+    The decorated function does the same in Python. All arguments are passed by reference, as in
+    Fortran, and integers as int32. Pointers are passed unchanged.
 
     **Arguments:**
 
-    - `module`: a Cython module of SciPy, or a module of this package with `object_code()`.
+    - `module`: the module with the compiled function: a Cython module of SciPy, or a module of this
+      package with a function `object_code()`.
     """
 
     def decorate(function: F) -> F:
@@ -75,7 +76,7 @@ class ByPrecision(NamedTuple):
     f64: Any
 
     def for_dtype(self, dtype: np.dtype) -> Any:
-        """Return the member for numbers that are computed in `dtype`."""
+        """Return the function or value for numbers that are computed in `dtype`."""
         return self.f64 if dtype.itemsize == 8 else self.f32
 
 
@@ -116,7 +117,7 @@ def by_precision(function: Callable[..., Any]) -> Any:
 
 
 def global_names(function: Any) -> set[str]:
-    """Return the names of its module that a function uses."""
+    """Return the names of the globals of its module that a function uses."""
     loaded = (i for i in dis.get_instructions(function.__code__) if i.opname == "LOAD_GLOBAL")
     return {i.argval for i in loaded} & function.__globals__.keys()
 
@@ -137,7 +138,10 @@ def python_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def symbols_of(functions: Iterable[Callable[..., Any]]) -> set[str]:
-    """Return the names in `EXTERNAL` that functions call, directly or through scalar functions."""
+    """Return the names of the functions in `EXTERNAL` that functions call.
+
+    This includes calls through other scalar functions.
+    """
     names: set[str] = set()
     for function in functions:
         if is_instruction(function):
@@ -171,7 +175,7 @@ def key_of(function: Callable[..., Any]) -> str:
 
 
 def _named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an instruction with a name, which calls `run` when Python executes it."""
+    """Return an instruction with the name `name`. When Python executes it, it calls `run`."""
 
     def call(*args):
         return run(*args)
@@ -225,13 +229,13 @@ def polynomial(x, coefficients):
 
 @instruction
 def add_in_any_order(x, y):
-    """Return `x + y`, and let the compiler regroup the terms of the whole sum."""
+    """Return `x + y`. In a sum of many terms, the compiler may change the order of additions."""
     return x + y
 
 
 @instruction
 def multiply_in_any_order(x, y):
-    """Return `x * y`, and let the compiler regroup the factors of the whole product."""
+    """Return `x * y`. In a product of many factors, the compiler may change their order."""
     return x * y
 
 
@@ -243,19 +247,22 @@ def bit_count(x):
 
 @instruction
 def leading_zeros(x):
-    """Return the number of zero bits above the highest bit of an integer that is 1."""
+    """Return the number of zero bits of an integer that are above its highest one bit."""
     return type(x)(x.itemsize * 8 - _unsigned(x).bit_length())
 
 
 @instruction
 def at(pointer, offset):
-    """Return a pointer to the entry `offset` entries after the one at `pointer`."""
+    """Return a pointer to the entry that is `offset` entries behind the entry at `pointer`."""
     return pointer[offset:]
 
 
 @instruction
 def memory(pointer, offset, dtype):
-    """Return a pointer to entries of the type of the number `dtype`, `offset` bytes further on."""
+    """Return a pointer to the memory that is `offset` bytes behind the pointer `pointer`.
+
+    The entries there have the type of the number `dtype`.
+    """
     return pointer[offset:].view(np.asarray(dtype).dtype)
 
 
@@ -281,7 +288,7 @@ def quotient(x, y):
 
 @instruction
 def remainder(x, y):
-    """Return the remainder of `quotient`, with the sign of `x`. Return `x` if `y` is 0."""
+    """Return the remainder of `quotient(x, y)`, with the sign of `x`. Return `x` if `y` is 0."""
     if y == 0:
         return x
     magnitude = abs(int(x)) % abs(int(y))

@@ -36,12 +36,15 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def _operation(emit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an emitter that calls `emit` with the LLVM builder and the arguments."""
+    """Return an emitter for Numba that calls `emit` with the LLVM builder and the arguments."""
     return lambda context, builder, signature, args: emit(builder, *args)
 
 
 def _calling(name: str) -> Callable[..., Any]:
-    """Return an emitter that calls an LLVM function. Its arguments have the type of its result."""
+    """Return an emitter for Numba that calls the LLVM function `name`.
+
+    The arguments must have the type of the result, which is added to the name.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type
@@ -167,7 +170,7 @@ def _integer_intrinsic(emit: Callable[..., Any]) -> Any:
 
 
 def _safe_divisor(builder, x, y, signed, constant):
-    """Return a divisor with which the CPU does not trap, and whether `y` is 0 or -1.
+    """Return a divisor with which the CPU does not trap, whether `y` is 0, and whether it is -1.
 
     The divisor is 1 in these two cases, or else `y`.
     """
@@ -316,10 +319,10 @@ def _emit_call_address(context: Any, builder: Any, signature: Any, args: Any) ->
 
 @functools.cache
 def native(function: Callable[..., Any]) -> Any:
-    """Return what Numba compiles in place of a function that generated code calls.
+    """Return the object that Numba compiles in place of a function that generated code calls.
 
-    An instruction becomes its intrinsic, a scalar function a dispatcher. Other objects are returned
-    unchanged.
+    For an instruction, this is an intrinsic, and for a scalar function a dispatcher. Other objects
+    are returned unchanged.
     """
     if is_instruction(function):
         name = function.__name__

@@ -37,7 +37,7 @@ def _force_before_loop(b: Builder, value: ArrayExpr) -> ArrayExpr:
 
 
 class _Carry:
-    """The values that a loop carries. Those that change have separate memory.
+    """The carried values of a loop. Values that change have separate memory.
 
     `changing` says for each value whether an iteration returns another value than it got.
     """
@@ -63,7 +63,11 @@ class _Carry:
         ys: Sequence[Buffer] = (),
         new_ys: Sequence[ArrayExpr] = (),
     ) -> None:
-        """Replace the values by the results of an iteration, and write `new_ys` to `ys`."""
+        """Replace the carried values by `values`, the results of an iteration.
+
+        At the same time, write the arrays `new_ys` to the buffers `ys`, which are the parts of the
+        stacked results for this iteration.
+        """
         targets = [*self._buffers, *ys]
         _assign(self.b, targets, [*self._select_changing(values), *new_ys], final=True)
 
@@ -138,7 +142,11 @@ def _(
 
 
 def _any(b: Builder, x: ArrayExpr) -> ArrayExpr:
-    """Return whether any entry is true: whether a loop of a batch is still active."""
+    """Return whether any entry of `x` is true.
+
+    Under `jax.vmap`, the condition of a loop has an entry for each loop of the batch. The generated
+    loop ends when all entries are false.
+    """
     if x.ndim == 0:
         return x
     out = b.buffer((), bool)
@@ -151,7 +159,11 @@ def _any(b: Builder, x: ArrayExpr) -> ArrayExpr:
 
 
 def _where(b: Builder, is_active: ArrayExpr, new: ArrayExpr, old: ArrayExpr) -> ArrayExpr:
-    """Return the new values of the active loops of a batch, and the old ones of the others."""
+    """Return `new` where `is_active` is true, and `old` elsewhere.
+
+    `is_active` says for each loop of a batch whether it still runs. `new` and `old` are a carried
+    value after and before an iteration.
+    """
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         condition = k.read(is_active, index[: is_active.ndim])
@@ -201,7 +213,10 @@ def _(
 
 
 def _known_branch(b: Builder, branches: Any, params: Any) -> int | None:
-    """Return the index of the branch that is always taken, or None if it depends on an operand."""
+    """Return the index of the branch that a `cond` equation always takes.
+
+    Return None if this depends on an operand.
+    """
     if len(branches) == 1:
         return 0
     platforms = params.get("branches_platforms")
@@ -213,7 +228,10 @@ def _known_branch(b: Builder, branches: Any, params: Any) -> int | None:
 
 
 def _cpu_branch(platforms: Any) -> int:
-    """Return the index of the first branch for the CPU, or for all platforms (None)."""
+    """Return the index of the first branch for the CPU, or for all platforms.
+
+    `platforms` has the names of the platforms of each branch, or None for all platforms.
+    """
     return next(n for n, names in enumerate(platforms) if names is None or "cpu" in names)
 
 
@@ -245,7 +263,10 @@ def _(*operands: Any, const_lengths: Any, jaxprs: Any) -> list[Any]:
 
 
 def _solve_operands(operands: Sequence[Any], lengths: Any) -> list[Any]:
-    """Return the operands for the jaxpr `solve` of a `custom_linear_solve` equation."""
+    """Return the operands for the jaxpr `solve` of a `custom_linear_solve` equation.
+
+    `lengths` has the number of constant operands of each jaxpr of the equation.
+    """
     start = lengths.matvec + lengths.vecmat
     end = start + lengths.solve
     return [*operands[start:end], *operands[end + lengths.transpose_solve :]]
@@ -271,10 +292,11 @@ perform.register(*_IDENTITIES)(lambda *operands, **_: [*operands])
 
 @dataclass(eq=False)
 class _Pending:
-    """An assignment of an array to a target buffer.
+    """An assignment of the array `value` to the buffer `target`, which is not written yet.
 
-    `reads` are the blocks of memory that `value` reads. A block maps to the offsets of its buffers
-    that are read only at the index that is written, and to None if other entries are read.
+    `reads` has the blocks of memory that `value` reads. It maps each block to the offsets of the
+    arrays in it that are read only at the index of the entry to write. If other entries are read,
+    None is among the offsets.
     """
 
     target: Buffer
@@ -283,7 +305,10 @@ class _Pending:
 
     @property
     def in_place(self) -> bool:
-        """True if the value is the target itself with some entries overwritten."""
+        """True if the value is the target itself with some entries overwritten.
+
+        Then only these entries need to be written.
+        """
         value = self.value
         while isinstance(value, UpdatedArray):
             value = value.base
@@ -309,13 +334,15 @@ class _Group:
 def _assign(
     b: Builder, targets: Sequence[Buffer], values: Sequence[ArrayExpr], final: bool = False
 ) -> None:
-    """Write arrays to buffers all at once: the arrays may be lazy and read the old entries.
+    """Write code that assigns arrays to buffers as if all at once.
 
-    An array is written when no remaining array reads the entries that are overwritten. In a cycle,
-    an array is first computed into other memory and then copied.
+    The arrays may be lazy and read the old entries of the buffers. So an array is written when no
+    remaining array reads the entries that are overwritten. In a cycle, an array is first computed
+    into other memory and then copied.
 
     **Arguments:**
 
+    - `targets`, `values`: the buffers, and the array for each.
     - `final`: whether nothing that the current block computed is used later. The memory of an array
         may then become part of the memory of its target.
     """
@@ -361,10 +388,10 @@ def _find_reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
 def _group_assignments(
     b: Builder, pending: list[_Pending], copies: list[tuple[Buffer, Buffer]]
 ) -> list[_Group]:
-    """Group assignments of equal shape that one loop over all entries can compute.
+    """Group assignments to buffers of one shape, which one loop over all entries can compute.
 
-    A value that reads other entries of a target of its group is computed now, and its copy is added
-    to `copies`.
+    If a value reads other entries of a target of its group than the entry to write, compute it now.
+    Add a pair of its target and this copy to `copies`.
     """
     groups: dict[object, _Group] = {}
     for member in pending:
@@ -382,7 +409,7 @@ def _group_assignments(
 
 
 def _compute_copy(b: Builder, value: ArrayExpr) -> Buffer:
-    """Compute a value into new memory, which no assignment overwrites."""
+    """Compute an array into memory that is not the target of an assignment."""
     return b.copy(value) if isinstance(value, Buffer) else b.force(value)
 
 
@@ -398,7 +425,10 @@ def _write(b: Builder, group: _Group) -> None:
 
 
 def _update(b: Builder, member: _Pending) -> None:
-    """Write the array of an assignment that overwrites entries, in place if possible."""
+    """Write an assignment of an `UpdatedArray`.
+
+    If the array is the target with some entries overwritten, write only these entries.
+    """
     value, target = member.value, member.target
     assert isinstance(value, UpdatedArray)
     if not member.in_place:
@@ -418,7 +448,7 @@ def _update(b: Builder, member: _Pending) -> None:
 
 
 def _is_own(b: Builder, memory: Memory) -> bool:
-    """Return whether the block of statements that is being written is the first to use `memory`."""
+    """Return whether `memory` is work memory that the current block of statements uses first."""
     if memory.kind != "work" or memory.alias is not None:
         return False
     if any(memory in statement.all_memories for statement in b.earlier_statements):
@@ -427,9 +457,10 @@ def _is_own(b: Builder, memory: Memory) -> bool:
 
 
 def _move_memory(b: Builder, value: Buffer, target: Buffer) -> bool:
-    """Let `value` be computed directly into the memory of `target`, instead of copying it.
+    """Let `value` be computed directly into the memory of `target`, so that no copy is needed.
 
-    Return whether that is possible: the old entries of `target` must not be read meanwhile.
+    Return whether this is possible. It is not if the old entries of `target` are still used after
+    `value` is first written, or if the sizes or dtypes do not fit.
     """
     memory, target_memory = value.memory, resolve_alias(target)[0]
     if memory.alias is not None or value.size != memory.size or value.dtype != target.dtype:

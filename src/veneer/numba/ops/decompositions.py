@@ -80,7 +80,10 @@ def _(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
 
 
 def _permutation(b: Builder, pivots: ArrayExpr, size: int) -> ArrayExpr:
-    """Return the permutation of rows that swaps each row in turn with the row at its pivot."""
+    """Return the permutation of rows that pivots of an LU decomposition describe.
+
+    Each row in turn is swapped with the row at its pivot. `size` is the number of rows.
+    """
     *batch, n = pivots.shape
     out = b.buffer((*batch, size), np.int32)
     with b.kernel("permutation") as k, k.loops(batch) as matrix:
@@ -140,7 +143,10 @@ def _geqrf(b: Builder, x: ArrayExpr, **_: Any) -> list[ArrayExpr]:
 
 
 def _geqp3(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
-    """Factor matrices as `geqrf`, with permuted columns. Return the results and the permutation."""
+    """Factor matrices as LAPACK's `geqrf`, with permuted columns.
+
+    Return the results of `geqrf`, and the permutation.
+    """
     dtype, (m, n) = check_dtype(x), x.shape[-2:]
     batch = x.shape[:-2]
     out = b.copy(transpose(b, x))
@@ -185,7 +191,7 @@ def _(
 
 
 def _identity(b: Builder, shape: Sequence[int], dtype: np.dtype) -> ArrayExpr:
-    """Return identity matrices, the factors of empty matrices."""
+    """Return a stack of identity matrices. They are the factors of empty matrices."""
     return b.constant(np.broadcast_to(np.eye(*shape[-2:], dtype=dtype), shape))
 
 
@@ -322,7 +328,11 @@ def _(
 
 
 def _allocate_eigenvalues(b: Builder, shape: Sequence[int], dtype: np.dtype) -> list[Buffer]:
-    """Allocate eigenvalues: one complex buffer, or the real and the imaginary parts."""
+    """Allocate memory for eigenvalues of matrices of a dtype.
+
+    For complex matrices, this is one buffer. For real matrices, it is a buffer of real parts and a
+    buffer of imaginary parts.
+    """
     return [b.buffer(shape, dtype) for _ in range(1 if dtype.kind == "c" else 2)]
 
 
@@ -362,7 +372,11 @@ def _join_values(b: Builder, values: list[Buffer]) -> ArrayExpr:
 
 
 def _join_vectors(b: Builder, columns: Buffer, values: list[Buffer]) -> ArrayExpr:
-    """Combine LAPACK's real and imaginary parts of conjugate eigenvectors into complex ones."""
+    """Return eigenvectors as complex columns, given the buffer that LAPACK writes.
+
+    For real matrices, a pair of conjugate eigenvectors is two vectors there: a real and an
+    imaginary part. `values` are the buffers of eigenvalues.
+    """
 
     def unpacked(v: Any, imag: Any) -> list[Any]:
         after, before = jnp.roll(v, -1, -2), jnp.roll(v, 1, -2)  # vectors are rows here

@@ -27,12 +27,13 @@ Entry = Callable[..., str]
 
 
 def entrywise(b: Builder, entry: Entry, *operands: ArrayExpr, cost: int = 1) -> ArrayExpr:
-    """Return a lazy array with the entries `entry(k, *texts)`, for operands that broadcast.
+    """Return a lazy array whose entries are computed from one entry of each operand.
 
     **Arguments:**
 
-    - `entry`: takes a loop nest and the expression of an entry of each operand. It returns an
-        expression.
+    - `entry`: takes a loop nest and an expression for an entry of each operand. It returns an
+        expression for an entry of the result.
+    - `operands`: arrays that broadcast.
     - `cost`: about the number of instructions of an entry.
     """
     operands = tuple(
@@ -48,11 +49,11 @@ def entrywise(b: Builder, entry: Entry, *operands: ArrayExpr, cost: int = 1) -> 
 def register(
     name: str, reference: Callable[..., Any] | None, cost: int = 1
 ) -> Callable[[Entry], Entry]:
-    """Return a decorator that registers an elementwise primitive and its NumPy reference.
+    """Return a decorator that registers an elementwise primitive for native code and for NumPy.
 
-    The decorated function is called as `entry(k, dtype, *texts, **params)`. It returns the
-    expression of an entry of the result. `texts` are the expressions of the operands, which all
-    have `dtype`.
+    `reference` is a ufunc or a rule of `perform`, or None. The decorated function is called as
+    `entry(k, dtype, *texts, **params)`. `texts` are expressions for an entry of each operand, which
+    all have `dtype`. It returns an expression for the entry of the result.
     """
     if reference is not None:
         is_ufunc = isinstance(reference, np.ufunc)
@@ -86,7 +87,10 @@ _COMPLEX = set(
 
 
 def call_complex(function: Callable[..., Any], dtype: Any) -> Entry:
-    """Return an entry function that calls a function of complex128 for any complex dtype."""
+    """Return a function that writes the call of a function of complex128 for an entry.
+
+    Entries of another complex dtype are converted to complex128, and the result to `dtype`.
+    """
 
     def entry(k: LoopNest, *texts: str) -> str:
         result = k.call(function, *(f"np.complex128({text})" for text in texts))
@@ -116,7 +120,10 @@ def _apply_to_each(function: Callable[..., Any]) -> Callable[..., Any]:
 def _by_kind_in_numpy(
     float_function: Callable[..., Any], int_function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a rule of `perform`: a ufunc for floats, and a function of scalars for integers."""
+    """Return a rule of `perform` that uses one function for floats and another for integers.
+
+    `float_function` is a ufunc, and `int_function` is a function of scalars.
+    """
     apply_to_ints = _apply_to_each(int_function)
 
     def rule(x: Any, y: Any) -> Any:
@@ -130,9 +137,10 @@ def _by_kind(
     int_function: Callable[..., Any] | None = None,
     bool_symbol: str = "",
 ) -> Entry:
-    """Return an entry function that calls a function of floats or of integers.
+    """Return a function that writes the call of a scalar function for an entry, by kind of dtype.
 
-    For bools, the entry uses the operator `bool_symbol`.
+    `float_function` is called for floats, and `int_function` for integers. For bools, the operator
+    `bool_symbol` is used. A kind without a function is not supported.
     """
 
     def entry(k: LoopNest, dtype: np.dtype, *texts: str, **_: Any) -> str:
@@ -342,7 +350,10 @@ for _shift in (
 
 @scalar
 def next_bits(bits, other, x, y):
-    """Return the bits of the next 16-bit float from `x` towards `y`, whose bits are `other`."""
+    """Return the bits of the next 16-bit float from `x` towards `y`.
+
+    `bits` are the bits of `x`, and `other` are the bits of `y`.
+    """
     from_zero = np.uint16(select(y < x, np.uint16(0x8001), np.uint16(1)))
     step = select((x < y) == (x > np.float32(0)), np.int64(1), np.int64(-1))
     moved = select(x == np.float32(0), from_zero, np.uint16(np.int64(bits) + step))
@@ -361,7 +372,7 @@ def _(k: LoopNest, dtype: np.dtype, x: str, y: str) -> str:
 
 
 def _to_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
-    """Convert the expression of a number to an unsigned integer with the same bits."""
+    """Convert an expression for a number of `dtype` to an unsigned integer with the same bits."""
     text = storage.encode(k, text, dtype)
     like = np.dtype(f"u{dtype.itemsize}")
     if storage.stored_dtype(dtype) == like:
@@ -370,7 +381,7 @@ def _to_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
 
 
 def _from_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
-    """Convert the expression of an unsigned integer to the number with the same bits."""
+    """Convert an expression for an unsigned integer to the number of `dtype` with the same bits."""
     stored = storage.stored_dtype(dtype)
     if stored != np.dtype(f"u{dtype.itemsize}"):
         text = k.call(instructions.reinterpreted, text, storage.literal(0, stored))
@@ -418,7 +429,10 @@ def _(x: Any, *, new_dtype: Any) -> Any:
 
 
 def _round_to_bits(x: Any, exponent_bits: int, mantissa_bits: int) -> Any:
-    """Round floats to fewer bits as XLA does: ties to even, and denormal results to zero."""
+    """Round floats to fewer exponent and mantissa bits, as XLA does.
+
+    Ties are rounded to even, and results that would be denormal become zero.
+    """
     limits = jnp.finfo(x.dtype)
     like = np.dtype(f"u{x.dtype.itemsize}").type
     bits = lax.bitcast_convert_type(x, like)

@@ -26,9 +26,10 @@ _LARGEST_RADIX = 43
 
 @scalar
 def fourier_pass_2(to, x, roots, m, s):
-    """Compute one radix-2 pass of an FFT from `x` to `to`.
+    """Compute one radix-2 pass of an FFT, from the buffer `x` to the buffer `to`.
 
-    `roots` are the n-th roots of unity. There are `s` interleaved sequences of length 2 * `m`.
+    `roots` are the n-th roots of unity, where n is the length of the FFT. `x` holds `s` interleaved
+    sequences of length 2 * `m`.
     """
     for p in range(m):
         w = roots[p * s]
@@ -40,7 +41,11 @@ def fourier_pass_2(to, x, roots, m, s):
 
 @scalar
 def fourier_pass_4(to, x, roots, m, s):
-    """Compute one radix-4 pass of an FFT, as `fourier_pass_2`."""
+    """Compute one radix-4 pass of an FFT, from the buffer `x` to the buffer `to`.
+
+    `roots` are the n-th roots of unity, where n is the length of the FFT. `x` holds `s` interleaved
+    sequences of length 4 * `m`.
+    """
     quarter = roots[m * s]
     for p in range(m):
         w1, w2, w3 = roots[p * s], roots[2 * p * s], roots[3 * p * s]
@@ -57,7 +62,11 @@ def fourier_pass_4(to, x, roots, m, s):
 
 @scalar
 def fourier_pass(to, x, roots, radix, m, s):
-    """Compute one pass of an FFT of any radix, as `fourier_pass_2`."""
+    """Compute one pass of an FFT with any radix, from the buffer `x` to the buffer `to`.
+
+    `roots` are the n-th roots of unity, where n is the length of the FFT. `x` holds `s` interleaved
+    sequences of length `radix` * `m`.
+    """
     for p in range(m):
         for j in range(radix):
             w = roots[j * p * s]
@@ -72,7 +81,7 @@ _BY_RADIX = {2: fourier_pass_2, 4: fourier_pass_4}
 
 
 def radices(n: int) -> list[int]:
-    """Return factors of a length: as many fours as possible, and primes."""
+    """Return factors of `n`, the length of an FFT: as many fours as possible, then primes."""
     factors = []
     for radix in (4, 2, *range(3, n + 1, 2)):
         while n % radix == 0 and n > 1:
@@ -113,7 +122,7 @@ def _transform_rows(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
 
 
 def _transform_by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
-    """Transform each row by Bluestein's algorithm."""
+    """Transform each row by Bluestein's algorithm, for a length with a large prime factor."""
     n = x.shape[-1]
     size = 1 << (2 * n - 2).bit_length()
     squares = np.arange(n, dtype=np.int64) ** 2
@@ -132,7 +141,7 @@ def _transform_by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
 
 
 def _transform_axis(b: Builder, x: ArrayExpr, axis: int, inverse: bool) -> ArrayExpr:
-    """Transform a complex array along an axis."""
+    """Transform a complex array along an axis. An inverse transform is divided by the length."""
     n = x.shape[axis]
     moved = (*x.shape[:axis], *x.shape[axis + 1 :], n)
     (rows,) = b.inline_function(lambda x: [jnp.moveaxis(x, axis, -1).reshape(-1, n)], x)
@@ -163,7 +172,7 @@ def _(b: Builder, x: ArrayExpr, *, fft_type: Any, fft_lengths: tuple[int, ...]) 
 
 
 def _full_spectrum(x: Any, n: int) -> Any:
-    """Return all `n` frequencies of a real signal from the first half of them."""
+    """Return all `n` frequencies of a real signal, given the frequencies from 0 to n // 2."""
     k = jnp.arange(n // 2 + 1)
     x = jnp.where((k == 0) | (2 * k == n), jax.lax.real(x).astype(x.dtype), x)
     return jnp.concatenate([x, jnp.conj(x[..., 1 : (n + 1) // 2][..., ::-1])], -1)

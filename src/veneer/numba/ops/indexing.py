@@ -15,7 +15,7 @@ from .reductions import Step, maximum_step, minimum_step, operator_step
 
 
 def clamped_index(k: LoopNest, text: str, dtype: np.dtype, last: int) -> Index:
-    """Return the index of an integer expression, clamped to the range from 0 to `last`."""
+    """Return the value of the integer expression `text`, clamped to the range from 0 to `last`."""
     most = storage.literal(min(last, np.iinfo(dtype).max), dtype)
     below = k.call(instructions.minimum, text, most)
     inside = k.call(instructions.maximum, below, storage.literal(0, dtype))
@@ -120,7 +120,10 @@ def _(
 
 
 def _batching_axes(dimension_numbers: Any) -> list[tuple[int, int]]:
-    """Return pairs of batching axes: one of the operand, and one of the indices."""
+    """Return the pairs of batching axes of a gather or scatter.
+
+    Each pair has an axis of the operand and an axis of the indices.
+    """
     d = dimension_numbers
     indices_axes = getattr(d, "start_indices_batching_dims", None)
     indices_axes = d.scatter_indices_batching_dims if indices_axes is None else indices_axes
@@ -128,7 +131,7 @@ def _batching_axes(dimension_numbers: Any) -> list[tuple[int, int]]:
 
 
 def is_within(k: LoopNest, text: str, dtype: np.dtype, last: int) -> str:
-    """Return a condition: an integer expression is from 0 to `last`."""
+    """Return an expression for whether the integer expression `text` is from 0 to `last`."""
     most = np.iinfo(dtype).max
     above = [] if dtype.kind == "u" else [f"{text} >= {storage.literal(0, dtype)}"]
     below = [] if last >= most else [f"{text} <= {storage.literal(last, dtype)}"]
@@ -172,7 +175,7 @@ def _window_start(
     **Arguments:**
 
     - `shape`: the shape of the operand.
-    - `row`: the indices of the window, one for each of `axes` of the operand.
+    - `row`: the start indices of the window, one for each of `axes` of the operand.
     - `batch`: the position of `row` in the array of indices.
     - `sizes`: the shape of the window.
     - `batching`: pairs of an axis of the operand and an axis of `batch`.
@@ -237,12 +240,13 @@ def _scatter(
     clip: bool,
     step: Step | None,
 ) -> None:
-    """Write windows of `updates` into `out`, combined by `step` with the entries of `out`.
+    """Write windows of `updates` into `out`, at the positions in `indices`.
 
     **Arguments:**
 
     - `d`: the dimension numbers of the primitive.
-    - `clip`: whether to move windows into `out` that are partly outside. Others are dropped.
+    - `clip`: whether to move windows into `out` that are partly outside. If not, they are dropped.
+    - `step`: combines the old and the new entry. If it is None, the new entry replaces the old one.
     """
     window_axes = [int(axis) for axis in d.update_window_dims]
     dropped = {*d.inserted_window_dims, *d.operand_batching_dims}

@@ -48,18 +48,24 @@ def _name_of(name: str, dtype: np.dtype) -> str:
 
 
 def real_of(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of the absolute values of numbers."""
+    """Return the dtype of the absolute values of numbers of `dtype`."""
     return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
 
 
 def workspace(name: str, dtype: np.dtype, *args: Any, **options: Any) -> int:
-    """Return the best workspace size of a LAPACK function in entries, by a call of `..._lwork`."""
+    """Return the best workspace size of a LAPACK function in entries.
+
+    This calls SciPy's function for the size, whose name ends in `_lwork`, with the other arguments.
+    """
     sizes = scipy_function(f"{name}_lwork", dtype)(*args, **options)
     return int(np.real(sizes[0]))
 
 
 def workspace_for(name: str, dtype: np.dtype, *args: Any) -> int:
-    """Return the best workspace size of a LAPACK function without `..._lwork`, by a query."""
+    """Return the best workspace size of a LAPACK function for which SciPy has no `..._lwork`.
+
+    This calls the function with `lwork=-1`, which only computes the size.
+    """
     *_, work, _ = scipy_function(name, dtype)(*args, lwork=-1)
     return int(np.real(work[0]))
 
@@ -68,7 +74,7 @@ def workspace_for(name: str, dtype: np.dtype, *args: Any) -> int:
 
 
 def check_dtype(x: ArrayExpr) -> np.dtype:
-    """Return the dtype of an array. Raise `Unsupported` if LAPACK does not have it."""
+    """Return the dtype of an array. Raise `Unsupported` if LAPACK has no functions for it."""
     if x.dtype.name not in _LETTERS:
         raise Unsupported("dtype", f"{x.dtype} is not supported, numbers of 32 and 64 bits are.")
     return x.dtype
@@ -76,7 +82,10 @@ def check_dtype(x: ArrayExpr) -> np.dtype:
 
 @dataclass(frozen=True)
 class PerMatrix:
-    """An argument of `call_lapack`: a buffer with a part for each matrix of the batch."""
+    """An argument of `call_lapack`: a buffer with a part for each matrix of the batch.
+
+    Each call gets a pointer to the part of its matrix.
+    """
 
     buffer: Buffer
 
@@ -98,6 +107,7 @@ def call_lapack(
 
     **Arguments:**
 
+    - `name`, `dtype`: the function, such as "getrf", and the dtype of the matrices.
     - `batch`: the shape of the batch.
     - `args`: integers, letters as `str`, `PerMatrix`, `Expression`, and buffers that all calls use.
     """
@@ -115,7 +125,7 @@ def call_lapack(
 
 
 def transpose(b: Builder, x: ArrayExpr) -> ArrayExpr:
-    """Swap the last two axes."""
+    """Return a stack of matrices transposed: swap the last two axes."""
     entry = lambda k, index: k.read(x, (*index[:-2], index[-1], index[-2]))
     return b.lazy(entry, x, shape=(*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype)
 
@@ -134,7 +144,10 @@ def conjugate(b: Builder, x: ArrayExpr) -> ArrayExpr:
 
 
 def fill_failures(b: Builder, x: ArrayExpr, info: Buffer, value: Any = np.nan) -> ArrayExpr:
-    """Replace the results of failed calls, where `info` is not 0, by `value`."""
+    """Return results of LAPACK calls, with `value` in place of the results of failed calls.
+
+    `info` has an entry for each call, which is not 0 if the call failed.
+    """
     n_batch = info.ndim
     filler = storage.literal(complex(value, value) if x.dtype.kind == "c" else value, x.dtype)
 
@@ -148,7 +161,10 @@ def fill_failures(b: Builder, x: ArrayExpr, info: Buffer, value: Any = np.nan) -
 
 
 def vectorize(function: Callable[..., Any], n_axes: int) -> Callable[..., Any]:
-    """Return a function that applies a NumPy function to each array of `n_axes` axes."""
+    """Return a function that applies `function` to the last `n_axes` axes of a NumPy array.
+
+    It loops over the leading axes, and stacks the results.
+    """
 
     def apply(x: Any) -> Any:
         inner = x.shape[x.ndim - n_axes :]
@@ -166,9 +182,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 def _routine(module: str = "lapack", **names: str) -> Callable[[Any], Any]:
-    """Return a decorator that registers a Python implementation of LAPACK functions.
+    """Return a decorator that registers a function as the Python version of LAPACK functions.
 
-    `names` maps letters of dtypes to the name of the function without its letter.
+    `names` maps letters of dtypes to the rest of the name: `sdcz="getrf"` is for `sgetrf`,
+    `dgetrf`, `cgetrf` and `zgetrf`. `module` is the module of `scipy.linalg` with the functions.
     """
 
     def decorate(body: Any) -> Any:
@@ -192,7 +209,7 @@ def _make_instruction(name: str, body: Callable[..., Any], module: str) -> Calla
 
 
 def _read(pointer: Any, rows: int, columns: int) -> np.ndarray:
-    """Return a column-major matrix as an array."""
+    """Return the column-major matrix at a pointer as an array of shape `(rows, columns)`."""
     entries = [pointer[i] for i in range(rows * columns)]
     return np.asarray(entries).reshape(columns, rows).T.copy(order="F")
 

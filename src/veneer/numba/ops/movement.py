@@ -168,7 +168,10 @@ def _(b: Builder, x: ArrayExpr, filling: ArrayExpr, *, padding_config: Any) -> A
 
 
 def _kept_range(n: int, low: int, high: int, interior: int) -> tuple[int, int]:
-    """Return the range of indices along an axis that negative padding keeps, as start and end."""
+    """Return the range of indices along an axis that negative padding keeps, as start and end.
+
+    `n` is the size of the axis, and `low`, `high` and `interior` are its padding, as in `lax.pad`.
+    """
     step = interior + 1
     start = -(low // step) if low < 0 else 0
     end = n - (-(high // step) if high < 0 else 0)

@@ -48,7 +48,7 @@ class _DotOperand:
         return [*self.batch, *self.free, *self.contracted]
 
     def read(self, k: LoopNest, *index: Sequence[Index]) -> str:
-        """Read the entry at indices along batch, free and contracted axes."""
+        """Return an expression for the entry at indices along batch, free and contracted axes."""
         parts = dict(zip(self.axes, [i for part in index for i in part], strict=True))
         return k.read(self.value, [parts[axis] for axis in range(len(parts))])
 
@@ -79,7 +79,10 @@ def _(
 
 
 def _check_algorithm(precision: Any, dtype: np.dtype) -> None:
-    """Raise for an algorithm that computes with another dtype than the result has."""
+    """Raise `Unsupported` if `precision` is an algorithm that computes in another dtype.
+
+    `dtype` is the dtype of the result.
+    """
     if not isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return
     same = {"float32": "F32_F32_F32", "float64": "F64_F64_F64"}.get(dtype.name)
@@ -88,7 +91,7 @@ def _check_algorithm(precision: Any, dtype: np.dtype) -> None:
 
 
 def _outer_product(b: Builder, x: _DotOperand, y: _DotOperand) -> ArrayExpr:
-    """Return a product as a lazy array, for contracted axes with only one entry."""
+    """Return the product of two operands as a lazy array, if the contracted axes have one entry."""
     dtype, zeros = np.dtype(b.out.dtype), [Index()] * len(x.contracted)
     n_batch, n_rows = len(x.batch), len(x.free)
 
@@ -110,7 +113,7 @@ def _outer_product(b: Builder, x: _DotOperand, y: _DotOperand) -> ArrayExpr:
 
 
 def _write_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
-    """Write loops that compute a product and read `y` in the order of memory."""
+    """Write loops that compute a product, in an order that reads `y` contiguously."""
     view = _as_strided(y.value)
     long = [axis for axis in y.contracted if y.value.shape[axis] > 1]
     is_contracted_dense = view is not None and bool(long) and view.strides[long[-1]] == 1
@@ -119,7 +122,7 @@ def _write_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> No
 
 
 def _write_entry_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
-    """Write loops that compute the result entry by entry."""
+    """Write loops that compute the product of `x` and `y` entry by entry."""
     dtype = out.dtype
     with (
         k.loops(x.sizes(x.batch)) as batch,
@@ -137,9 +140,10 @@ def _write_entry_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer)
 
 
 def _write_row_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
-    """Write loops that compute a row of the result as a sum of rows of `y` times entries of `x`.
+    """Write loops that compute the product of `x` and `y` row by row.
 
-    A long row is computed in parts that stay in registers.
+    A row of the result is a sum of rows of `y` times entries of `x`. A long row is computed in
+    parts that stay in registers.
     """
     *others, n = y.sizes(y.free)
     width = _REGISTER_COLUMNS.get(out.dtype.itemsize, 64)
@@ -266,7 +270,7 @@ class _Matrices:
 
 
 def _write_call(b: Builder, x: _DotOperand, y: _DotOperand, out: Buffer) -> bool:
-    """Write a call of a matrix product if the product is large and has float32 or float64 entries.
+    """Write a call of a matrix product, if the product is large and its dtype float32 or float64.
 
     Return whether a call was written.
     """
@@ -302,9 +306,10 @@ def _as_matrices(
     columns: Sequence[int],
     always_copy: bool = False,
 ) -> _Matrices:
-    """Return an operand as matrices: a view if possible, or else a copy.
+    """Return an operand as a batch of matrices: a view if possible, or else a copy.
 
-    With `always_copy`, it is copied, so that rows are contiguous.
+    `rows` and `columns` are the axes of the operand that become the rows and the columns of a
+    matrix. With `always_copy`, the operand is copied, so that rows are contiguous.
     """
     view = _as_strided(x.value)
     in_place = None if view is None or always_copy else _view_matrices(view, x, rows, columns)
@@ -325,7 +330,11 @@ def _as_matrices(
 def _view_matrices(
     view: _Strided, x: _DotOperand, rows: Sequence[int], columns: Sequence[int]
 ) -> _Matrices | None:
-    """Return matrices as a view, or None if neither rows nor columns are dense."""
+    """Return an operand as a batch of matrices without a copy, given its strided view.
+
+    `rows` and `columns` are the axes that become rows and columns. Return None if neither the rows
+    nor the columns of the matrices are contiguous.
+    """
     steps = [_joint_stride(view, x, axes) for axes in (x.batch, rows, columns)]
     if None in steps:
         return None
@@ -339,7 +348,7 @@ def _view_matrices(
 
 
 def _joint_stride(view: _Strided, x: _DotOperand, axes: Sequence[int]) -> int | None:
-    """Return the stride of axes merged into one, or None if they cannot be merged."""
+    """Return the stride of some axes of a view merged into one, or None if this is impossible."""
     long = [axis for axis in axes if x.value.shape[axis] > 1]
     for outer, inner in itertools.pairwise(long):
         if view.strides[outer] != view.strides[inner] * x.value.shape[inner]:
@@ -355,7 +364,11 @@ _NOT_TRANSPOSED, _TRANSPOSED = 78, 84
 
 @external("veneer.numba.ops.simd_products")
 def matrix_product(out, x, y, m, n, k, x_row, x_step, y_row):
-    """Compute `out = x @ y` for float32. Strides are in entries, and rows of `y` are dense."""
+    """Compute `out = x @ y` for float32 matrices, with `m * k` and `k * n` entries.
+
+    `x_row` and `x_step` are the strides of the rows and the columns of `x`, and `y_row` is the
+    stride of the rows of `y`, all in entries. Rows of `y` and `out` are contiguous.
+    """
     for i in range(m):
         for j in range(n):
             total = np.float32(0)
@@ -366,7 +379,12 @@ def matrix_product(out, x, y, m, n, k, x_row, x_step, y_row):
 
 @external("scipy.linalg.cython_blas")
 def dgemm(turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
-    """Compute `c = a @ b` for float64 in column-major order, as BLAS."""
+    """Compute `c = a @ b` for float64 matrices in column-major order, as BLAS does.
+
+    `c` has m rows and n columns, and k is the size of the contracted axis. `turn_a` and `turn_b`
+    are the letters N, or T for a transposed matrix. `lda`, `ldb` and `ldc` are the strides of
+    columns.
+    """
     for i in range(m):
         for j in range(n):
             total = type(c[0])(0)
@@ -379,7 +397,11 @@ def dgemm(turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
 
 @scalar
 def products_f32(out, x, y, n_batches, x_batch, y_batch, m, n, k, x_row, x_step, y_row):
-    """Compute `out[i] = x[i] @ y[i]` for float32. Distances of matrices and rows are in entries."""
+    """Compute `out[i] = x[i] @ y[i]` for `n_batches` pairs of float32 matrices.
+
+    `x_batch` and `y_batch` are the strides of matrices in entries. All other arguments are as in
+    `matrix_product`.
+    """
     for i in range(n_batches):
         to, a, b = at(out, i * m * n), at(x, i * x_batch), at(y, i * y_batch)
         matrix_product(to, a, b, m, n, k, x_row, x_step, y_row)
@@ -387,7 +409,12 @@ def products_f32(out, x, y, n_batches, x_batch, y_batch, m, n, k, x_row, x_step,
 
 @scalar
 def products_f64(out, x, y, n_batches, x_step, y_step, m, n, k, turn_x, x_row, turn_y, y_row):
-    """Compute `out[i] = x[i] @ y[i]` for float64. Distances of matrices and rows are in entries."""
+    """Compute `out[i] = x[i] @ y[i]` for `n_batches` pairs of float64 matrices.
+
+    The matrices have `m * k` and `k * n` entries. `x_step` and `y_step` are the strides of
+    matrices, and `x_row` and `y_row` the strides of rows, in entries. `turn_x` and `turn_y` are the
+    letters N, or T for a transposed matrix, whose columns have the stride.
+    """
     one, zero = np.float64(1), np.float64(0)
     for i in range(n_batches):
         to, a, b = at(out, i * m * n), at(x, i * x_step), at(y, i * y_step)

@@ -145,8 +145,9 @@ def _(b: Builder, keys: ArrayExpr, *, bit_width: int, shape: Any) -> ArrayExpr:
 def _draw_by_position(
     b: Builder, keys: ArrayExpr, shape: Any, name: str, function: Callable[..., Any]
 ) -> ArrayExpr:
-    """Return the array of `function(key, position)` for all positions in an array of a shape.
+    """Return a lazy array of `function(key, position)`, for each key and each position.
 
+    `shape` is the shape of the array to draw for each key, and a position counts its entries.
     `name` is the type of the entries in generated code.
     """
 
@@ -176,7 +177,7 @@ def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
 
 
 def _gamma_jaxpr(keys: Any, a: Any, log_space: bool) -> Any:
-    """Return the jaxpr by which JAX draws from gamma distributions."""
+    """Return the jaxpr of the function by which JAX draws from gamma distributions."""
     avals = [jax.ShapeDtypeStruct(keys.shape, jax.random.key(0, impl="threefry2x32").dtype)]
     avals.append(jax.ShapeDtypeStruct(a.shape, a.dtype))
     draw = functools.partial(random_gamma_p.impl, log_space=log_space)

@@ -23,7 +23,10 @@ Step = Callable[[LoopNest, np.dtype, str, str], str]
 
 
 def operator_step(symbol: str, bool_symbol: str = "") -> Step:
-    """Return a step by a Python operator, with another operator for bools if one is given."""
+    """Return a function that writes the next total of a reduction with a Python operator.
+
+    The operator is `symbol`, or `bool_symbol` for bools if it is given.
+    """
 
     def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
         operator = bool_symbol if dtype.kind == "b" and bool_symbol else symbol
@@ -33,7 +36,11 @@ def operator_step(symbol: str, bool_symbol: str = "") -> Step:
 
 
 def extreme_step(function: Callable[..., Any], bool_symbol: str) -> Step:
-    """Return a step by `maximum` or `minimum`, with an operator for bools."""
+    """Return a function that writes the next total of a maximum or minimum.
+
+    It calls `function`, the instruction `maximum` or `minimum`, or uses the operator `bool_symbol`
+    for bools.
+    """
 
     def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
         if dtype.kind == "c":
@@ -46,7 +53,11 @@ def extreme_step(function: Callable[..., Any], bool_symbol: str) -> Step:
 
 
 def _any_order_step(function: Callable[..., Any], symbol: str) -> Step:
-    """Return a step that lets the compiler regroup the floats, for vector instructions."""
+    """Return a function that writes the next total of a sum or a product.
+
+    For floats, it calls `function`, which lets the compiler change the order and use vector
+    instructions. For other dtypes, it uses the operator `symbol`.
+    """
     in_order = operator_step(symbol)
 
     def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
@@ -77,9 +88,10 @@ def highest_value(dtype: np.dtype) -> Any:
 
 
 def _register(name: str, first: Callable[[np.dtype], Any], step: Step, ufunc: Any) -> None:
-    """Register a reduction.
+    """Register the reduction primitive `name`, for native code and for NumPy.
 
-    `first` returns the result for no entries, and `ufunc` is the reduction in NumPy.
+    `first` returns the result for no entries, given a dtype. `step` writes the next total, given a
+    total and an entry. `ufunc` is the reduction in NumPy.
     """
 
     @funcify.register(name)
@@ -104,7 +116,11 @@ def _register(name: str, first: Callable[[np.dtype], Any], step: Step, ufunc: An
 def _reduce_in_register(
     k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
-    """Reduce axes that include the last one, with a running total per entry of the result."""
+    """Write loops that reduce axes of `x`, if the last axis is one of them.
+
+    Each entry of the result is a local variable in these loops. It begins with `start`, and `step`
+    writes its next value.
+    """
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops([x.shape[axis] for axis in kept]) as outer:
         total = k.assign(start, "total")
@@ -117,7 +133,11 @@ def _reduce_in_register(
 def _reduce_in_memory(
     k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
-    """Reduce axes before the last one, by combining whole rows with rows of the result."""
+    """Write loops that reduce axes of `x`, if the last axis is not one of them.
+
+    All entries of `out` begin with `start`. Each row of `x` is combined with a row of `out` by
+    `step`.
+    """
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops(out.shape) as index:
         k.store(out, index, start)
@@ -136,7 +156,11 @@ def _reduce_in_memory(
 def _join_index(
     kept: Sequence[int], outer: Sequence[Index], axes: Sequence[int], inner: Sequence[Index]
 ) -> tuple[Index, ...]:
-    """Return an index of the operand from its parts along kept axes and along reduced axes."""
+    """Return an index of the operand of a reduction from two parts.
+
+    `outer` is the index along the axes `kept`, and `inner` is the index along the reduced axes
+    `axes`.
+    """
     parts = dict(zip([*kept, *axes], [*outer, *inner], strict=True))
     return tuple(parts[axis] for axis in range(len(parts)))
 
@@ -297,7 +321,7 @@ def _position(i: Index, n: int, reverse: bool) -> Index:
 def _accumulate_in_register(
     k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
 ) -> None:
-    """Accumulate along the last axis."""
+    """Write loops that accumulate `x` along its last axis. `step` writes the next total."""
     n, zeros = x.shape[axis], [Index()] * (x.ndim - axis - 1)
     with k.loops(x.shape[:axis]) as outer:
         index_at = lambda i: (*outer, _position(i, n, reverse), *zeros)
@@ -311,7 +335,10 @@ def _accumulate_in_register(
 def _accumulate_rows(
     k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
 ) -> None:
-    """Accumulate whole rows, along an axis that is not the last."""
+    """Write loops that accumulate `x` along an axis that is not the last, row by row.
+
+    `step` writes the next total.
+    """
     n, rest = x.shape[axis], x.shape[axis + 1 :]
     with k.loops(x.shape[:axis]) as outer:
         with k.loops(rest) as inner:
@@ -324,7 +351,7 @@ def _accumulate_rows(
 
 
 def _logsumexp_step(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
-    """Return `log(exp(total) + exp(x))`, computed from the maximum and the difference."""
+    """Return an expression for `log(exp(total) + exp(x))`, computed from maximum and difference."""
     if dtype.kind not in "fV":
         raise Unsupported("dtype", f"{dtype} is not supported.")
     computed = storage.computed_dtype(dtype)

@@ -38,9 +38,10 @@ def store_rows(address, stride, block):
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """Return a function that computes a tile of `rows` rows of `vectors` vectors each.
+    """Return a function that computes a tile of the product `x @ y`.
 
-    Its strides are in bytes.
+    The tile has `rows` rows of `vectors` vector registers each. The function takes strides in
+    bytes.
     """
 
     @native
@@ -62,7 +63,7 @@ _wide_tile, _wide_row, _narrow_tile, _narrow_row = _tiles
 
 @native
 def _entry(out, x, y, k, x_step, y_row):
-    """Compute one entry, in the last columns that do not fill a vector."""
+    """Compute one entry of a product, in one of the last columns, which do not fill a vector."""
     total = np.float32(0)
     for _ in range(k):
         total += load_f32(x) * load_f32(y)
@@ -73,7 +74,11 @@ def _entry(out, x, y, k, x_step, y_row):
 
 @native
 def matrix_product(out, x, y, m, n, k, x_row, x_step, y_row):
-    """Compute `out = x @ y`. Strides are in entries, and rows of `y` and `out` are dense."""
+    """Compute `out = x @ y` for float32 matrices, with `m * k` and `k * n` entries.
+
+    `x_row` and `x_step` are the strides of the rows and the columns of `x`, and `y_row` is the
+    stride of the rows of `y`, all in entries. Rows of `y` and `out` are contiguous.
+    """
     x_row, x_step, y_row = 4 * x_row, 4 * x_step, 4 * y_row
     wide, narrow, rows = n - n % WIDTH, n - n % LANES, m - m % ROWS
     for j in range(0, wide, WIDTH):

@@ -31,7 +31,10 @@ _ZERO = floats(0, 0)
 
 @by_precision
 def total_order(x):
-    """Return the position of a float in the total order, with -0.0 before 0.0."""
+    """Return an unsigned integer for a float, which sorts as the float in IEEE's total order.
+
+    In this order, -0.0 is before 0.0.
+    """
     bits = reinterpreted(x, _UNSIGNED(0))
     sign = _UNSIGNED(bits >> _SIGN_SHIFT)
     ones = _UNSIGNED(_UNSIGNED(0) - sign)
@@ -40,12 +43,19 @@ def total_order(x):
 
 @by_precision
 def value_order(x):
-    """Return the position of a float in an order with equal zeros, and with all NaN last."""
+    """Return an unsigned integer for a float, which sorts as its value.
+
+    Both zeros are equal, and all NaN are equal and last.
+    """
     return select(x != x, _MAXIMUM, total_order(select(x == _ZERO, _ZERO, x)))
 
 
 def _order_keys(k: LoopNest, text: str, dtype: np.dtype, float_order: ByPrecision) -> list[str]:
-    """Return the unsigned integers by which an entry is ordered, the most significant first."""
+    """Return expressions for unsigned integers that sort as the entry `text` of a dtype.
+
+    The most significant integer is first. There are two for a complex number. `float_order`
+    converts a float to an integer.
+    """
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
         parts = (f"{text}.real", f"{text}.imag")
@@ -61,7 +71,10 @@ def _order_keys(k: LoopNest, text: str, dtype: np.dtype, float_order: ByPrecisio
 
 @dataclass(frozen=True)
 class _Key:
-    """A sort key: an operand, its direction, and the function that converts floats to integers."""
+    """A sort key: an operand, its direction, and the function that converts floats to integers.
+
+    Entries are compared by these integers. An entry has two integers if it is complex.
+    """
 
     value: ArrayExpr
     descending: bool = False
@@ -79,7 +92,7 @@ class _Key:
         return 2 if self.value.dtype.kind == "c" else 1
 
     def read(self, k: LoopNest, index: Sequence[Index]) -> list[str]:
-        """Return the integers by which an entry is ordered, as uint64."""
+        """Return expressions for the integers of the entry at `index`, as uint64."""
         keys = _order_keys(k, k.read(self.value, index), self.value.dtype, self.float_order)
         most = 0xFFFFFFFF if self.is_narrow else 0xFFFFFFFFFFFFFFFF
         return (
@@ -123,7 +136,10 @@ def sort_words(words, other, n):
 
 @scalar
 def sort_pairs(keys, places, other_keys, other_places, n):
-    """Sort `keys[:n]` and `places[:n]` by the keys, with a stable merge sort."""
+    """Sort `keys[:n]` by a stable merge sort, and move `places[:n]` along.
+
+    `other_keys` and `other_places` are scratch memory of the same sizes.
+    """
     for start in range(0, n, 8):
         for i in range(start + 1, min(start + 8, n)):
             key, place, j = keys[i], places[i], i
@@ -154,7 +170,7 @@ def sort_pairs(keys, places, other_keys, other_places, n):
 
 
 def _argsort(b: Builder, keys: Sequence[_Key], axis: int, count: int) -> Buffer:
-    """Return the indices along an axis of the first `count` entries in sorted order."""
+    """Return the indices along `axis` that sort arrays by `keys`: the first `count` of them."""
     shape = keys[0].value.shape
     order = b.buffer((*shape[:axis], count, *shape[axis + 1 :]), np.int32)
     sort = _sort_words if len(keys) == 1 and keys[0].is_narrow else _sort_pairs
@@ -195,12 +211,15 @@ def _sort_pairs(
 
 
 def _round_operand(b: Builder, x: ArrayExpr) -> ArrayExpr:
-    """Return an operand rounded to its dtype. Rounding may make entries of half precision equal."""
+    """Return an operand of a sort, with entries rounded to its dtype.
+
+    Entries of half precision are computed in float32. Rounding may make them equal.
+    """
     return b.force(x) if x.dtype.kind in "fV" and x.dtype.itemsize == 2 else b.force_costly(x)
 
 
 def _take_along(b: Builder, x: ArrayExpr, order: ArrayExpr, axis: int) -> ArrayExpr:
-    """Return the entries at the indices `order` along an axis."""
+    """Return the entries of `x` at the indices `order` along an axis, as `take_along_axis`."""
     n = x.shape[axis]
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
@@ -271,7 +290,7 @@ _register_comparison("eq_to", "==", np.equal)
 
 
 def _to_sortable(x: Any) -> Any:
-    """Convert entries so that NumPy sorts them in the order of JAX."""
+    """Convert entries so that NumPy sorts them in the order of JAX, for zeros and NaN."""
     x = np.asarray(x)
     if x.dtype.kind not in "fV":
         return x
@@ -309,7 +328,7 @@ def _top_k(x: Any, k: int, axis: int, largest: bool, keys: Any) -> list[Any]:
 
 
 def _to_ordered_bits(x: Any) -> Any:
-    """Return integers in the total order of floats."""
+    """Return integers that sort as floats in IEEE's total order. Other dtypes are unchanged."""
     if x.dtype.kind not in "fV":
         return x
     bits = x.view(f"i{x.dtype.itemsize}")

@@ -151,7 +151,10 @@ def _wide_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _broadcast_and_widen(function: Function) -> Function:
-    """Wrap a function of float32 or float64 arrays of one shape to take others, too."""
+    """Wrap a function of float32 or float64 arrays of one shape.
+
+    The wrapper also takes half precision, and arrays that broadcast.
+    """
 
     def wrapped(*operands: Any) -> Any:
         dtype = operands[0].dtype
@@ -163,7 +166,7 @@ def _broadcast_and_widen(function: Function) -> Function:
 
 
 def _register_special_reference(name: str, function: Function) -> None:
-    """Register the NumPy rules of the primitives of a JAX function as the reference."""
+    """Register the NumPy reference of the primitive `name`: a JAX function, run by NumPy rules."""
     function = _broadcast_and_widen(function)
 
     @perform.register(name)
@@ -172,7 +175,7 @@ def _register_special_reference(name: str, function: Function) -> None:
 
 
 def _define(name: str, function: Function) -> None:
-    """Define an elementwise primitive by a JAX function without loops."""
+    """Define the elementwise primitive `name` by a JAX function without loops."""
     _register_special_reference(name, function)
 
     @fused(name)
@@ -193,7 +196,7 @@ def _define(name: str, function: Function) -> None:
 
 
 def _define_with_loops(name: str, function: Function) -> None:
-    """Define a primitive by a JAX function with loops, which run until all entries converge."""
+    """Define the primitive `name` by a JAX function whose loops run until all entries converge."""
     _register_special_reference(name, function)
     function = _broadcast_and_widen(function)
 
@@ -203,7 +206,10 @@ def _define_with_loops(name: str, function: Function) -> None:
 
 
 def _implementation_in_jax(name: str, *, with_dtype: bool = True) -> Function:
-    """Return the function to which JAX lowers a primitive."""
+    """Return the JAX function to which JAX lowers the primitive `name`.
+
+    With `with_dtype`, the function takes the dtype of the operands as a keyword.
+    """
     function = get_special_implementation(name)
 
     def run(*operands: Any) -> Any:

@@ -18,7 +18,11 @@ Sizes = Sequence[int]
 
 
 def _pad(b: Builder, x: ArrayExpr, filling: ArrayExpr, padding: Any, dilation: Sizes) -> ArrayExpr:
-    """Pad an array with a scalar at the ends of each axis, and between its entries if dilated."""
+    """Pad an array with the scalar `filling`, at the ends of each axis and between entries.
+
+    `padding` has a pair of numbers for each axis. `dilation` has the distance of entries along each
+    axis, which is 1 if nothing is inserted.
+    """
     pairs = zip(padding, dilation, strict=True)
     config = [(int(low), int(high), int(step) - 1) for (low, high), step in pairs]
     if not any(any(amounts) for amounts in config):
@@ -29,7 +33,7 @@ def _pad(b: Builder, x: ArrayExpr, filling: ArrayExpr, padding: Any, dilation: S
 def _index_in_window(
     window: Sequence[Index], inner: Sequence[Index], strides: Sizes, dilation: Sizes
 ) -> list[Index]:
-    """Return the index of an entry in a padded array.
+    """Return the index in a padded array of an entry of a window.
 
     `window` is the index of the window, and `inner` the index inside the window.
     """
@@ -42,10 +46,10 @@ def _reduce_windows(
     window_dimensions: Sizes, window_strides: Sizes, padding: Any, base_dilation: Sizes,
     window_dilation: Sizes, masked: bool = False,
 ) -> ArrayExpr:  # fmt: skip
-    """Reduce the entries of each window by `step`, from `start` on.
+    """Reduce the entries of each window. The total begins with `start`.
 
-    With `masked`, padding is skipped. Otherwise `start` must be neutral, because padding is
-    `start`.
+    `step` writes the next total. With `masked`, padding is skipped. Otherwise, padding has the
+    value `start`, which must not change a total. The other arguments are as in `lax.reduce_window`.
     """
     if 0 in b.out.shape:
         return b.buffer()
@@ -134,7 +138,7 @@ def _reduce_windows_in_numpy(
 def _iterate_windows(
     x: Any, filling: Any, sizes: Any, strides: Any, padding: Any, base: Any, dilation: Any
 ) -> Any:
-    """Yield, for each position in the window, the entries of all windows at that position."""
+    """Yield, for each position in a window, the array of the entries of all windows there."""
     config = [(low, high, step - 1) for (low, high), step in zip(padding, base, strict=True)]
     x = perform["pad"](x, filling, padding_config=config)
     extents = [(size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True)]
