@@ -30,7 +30,9 @@ _MOST_TILES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class StoredLayout:
-    """The sizes of a product `[m, k] x [k, n]`, in entries, and of its tiles.
+    """The sizes of a product `[m, k] x [k, n]`, and of its tiles.
+
+    The sizes k and n count entries: stored bytes, each with one or more codes.
 
     **Arguments:**
 
@@ -52,12 +54,12 @@ class StoredLayout:
 
     @property
     def out_fields(self) -> int:
-        """The number of result columns that one entry contributes to."""
+        """The number of result columns that one entry, a stored byte, contributes to."""
         return self.fields if self.contracts_rows else 1
 
     @property
     def entries(self) -> int:
-        """The number of entries along K that share a scale, at least 1."""
+        """The number of entries (stored bytes) along K that share a scale, at least 1."""
         return self.tile if self.contracts_rows else max(1, self.tile // self.fields)
 
 
@@ -313,7 +315,7 @@ def _kernel(
 def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSizes) -> jax.Array:
     """Expand scales to one per entry of a block, or to a shape that broadcasts to the block.
 
-    `first` is the index along K of the first entry of the block.
+    An entry is a stored byte. `first` is the index along K of the first entry of the block.
     """
     if layout.tiles == 1 or layout.entries == 1:
         return scale

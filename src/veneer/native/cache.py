@@ -91,7 +91,7 @@ class Cache:
 
 
 def root() -> Path:
-    """Return the folder of all caches."""
+    """Return the folder that has the folders of all caches."""
     if folder := os.environ.get("VENEER_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "veneer"

@@ -186,7 +186,10 @@ prefetch, prefetch_for_later = _create_prefetch(3), _create_prefetch(2)
 
 @intrinsic(prefer_literal=True)
 def stack(typing_context, size):
-    """Return the address of `size` bytes on the stack, a constant, aligned to a cache line."""
+    """Return the address of `size` bytes on the stack, aligned to a cache line.
+
+    `size` is a constant.
+    """
     count = size.literal_value
 
     def emit(context, builder, signature, args):

@@ -301,7 +301,7 @@ class _Program:
         return True
 
     def _pure_operation(self, value: Any) -> Any:
-        """Return the operation that computes a value if it is pure, else None."""
+        """Return the operation that computes `value`, or None if the operation is not pure."""
         if isinstance(value.owner, ir.Block):
             return None
         operation = value.owner.operation

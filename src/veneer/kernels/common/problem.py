@@ -52,7 +52,7 @@ def byte_of_planes(kind: str) -> str:
 
 
 def row_bytes(columns: int, bits: int) -> int:
-    """Return the bytes that a row of codes takes.
+    """Return the number of bytes that a row of `columns` codes of `bits` bits takes.
 
     Codes whose bits divide 8 share bytes. Eight neighbors of other codes take `bits` bytes.
 

@@ -291,13 +291,13 @@ def _read_numbers(type, address, index, count, available, to):
 
 @native
 def entry_bytes(type):
-    """Return the bytes of an array entry of the dtype with number `type`, or 1 for bit planes."""
+    """Return the size in bytes of an entry of the dtype with number `type`, or 1 for bit planes."""
     return 4 if type == 0 else 1 if type >= 3 else 2
 
 
 @native
 def stored_bytes(type, count):
-    """Return the bytes of `count` numbers of the dtype with number `type`.
+    """Return the number of bytes that `count` numbers of the dtype with number `type` take.
 
     For bit planes, `count` is a multiple of 8.
     """
@@ -345,7 +345,7 @@ def sum_floats(address, count):
 
 @native
 def tile_sums_bytes(job):
-    """Return the bytes of the sums of one row of x over its tiles, f32 padded to full vectors."""
+    """Return the size in bytes of the sums of a row of x over tiles, f32 padded to full vectors."""
     return (word(job, C) // word(job, TC) + LANES - 1) // LANES * _VECTOR
 
 
@@ -389,7 +389,7 @@ def write_scaled_tile_sums(job, x, scale, next_scale, to):
 
 @functools.cache
 def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return a function that adds products of minima with sums of x over tiles to vectors.
+    """Return a function that adds products of minima with sums of x over tiles to vectors of sums.
 
     There is a vector for each pair of one of `x_rows` rows of activations x and one of `w_rows`
     rows of the matrix W. The lanes of a vector are added up later.

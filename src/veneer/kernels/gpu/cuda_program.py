@@ -187,7 +187,7 @@ def column_blocks(layout: ProductSizes, config: Config) -> int:
 
 
 def macros(layout: ProductSizes, config: Config) -> dict[str, int | str]:
-    """Return the macros for compiling `matmul.cu`.
+    """Return the names and values of the macros with which `matmul.cu` is compiled.
 
     **Raises:** `CompileError` if the configuration does not fit into shared memory.
     """
@@ -284,7 +284,10 @@ PTX_VERSION = "8.1"
 
 @functools.lru_cache(maxsize=1024)
 def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
-    """Return the PTX of the kernel for a product, for a compute capability such as 90."""
+    """Return the PTX of the kernel for a product.
+
+    `capability` is the compute capability to compile for, such as 90 for 9.0.
+    """
     source = Path(__file__).with_name("matmul.cu").read_text("utf-8")
     defined = [
         f"-D{name}={value}{'u' if isinstance(value, int) and value >= 2**31 else ''}"

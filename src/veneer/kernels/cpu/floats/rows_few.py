@@ -133,7 +133,7 @@ def _count_products(job):
 
 @native
 def prepare(job):
-    """Allocate SCRATCH for the results of all ranges of rows of W except the first.
+    """Allocate memory at SCRATCH for the results of all ranges of rows of W except the first.
 
     The last parts add SCRATCH to the result. With one range, nothing is allocated.
     """
