@@ -182,7 +182,10 @@ def _program_jvp(
 
 
 def _dense_tangent(primal: Any, tangent: Any) -> Any:
-    """Return the tangent of the dense array of an operand, given the tangent of the operand."""
+    """Return the tangent of the dense array of an operand `primal`.
+
+    `tangent` is the tangent of the operand, which can have one array for each leaf.
+    """
     t = jax.typeof(primal)
     if not isinstance(t, HighType) or t.dense_tangent:
         return tangent

@@ -373,10 +373,11 @@ def scan_whole_values(function: Callable) -> Callable:
 
 
 def make_stackable(x: Any) -> Any:
-    """Materialize a result of a scan's body if its leaves cannot be stacked.
+    """Return `x`, a result of the body of a scan, in a form that a scan can stack.
 
-    The result is a tracer of an implicit array. Raise TypeError for a pytree of leaves instead,
-    because it may hold derivatives. Return any other result unchanged.
+    A tracer of an implicit array is materialized if its leaves cannot be stacked. For a pytree of
+    leaves, raise TypeError then, because it may hold derivatives. Return any other result
+    unchanged.
     """
     if not _is_implicit(x) or (is_value(x) and not is_complete(x)) or can_be_stacked(_type_of(x)):
         return x

@@ -73,7 +73,7 @@ class Patches:
         self.setters[name] = setter
 
     def apply(self) -> None:
-        """Set all attributes. If one cannot be set, restore those that were set, and raise."""
+        """Set the new values. If one cannot be set, restore the old values, and raise the error."""
         try:
             for replace in self.setters.values():
                 self._undos.append(replace())
@@ -82,7 +82,7 @@ class Patches:
             raise
 
     def undo(self) -> None:
-        """Restore all attributes, in reverse order."""
+        """Restore the old values, in reverse order."""
         while self._undos:
             self._undos.pop()()
 

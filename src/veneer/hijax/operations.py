@@ -174,7 +174,10 @@ class Transpose(Operation):
 
 @dataclass(frozen=True)
 class Vmap(Operation):
-    """Map the operation `of` over an axis of its operands, which is the first axis of results."""
+    """Map the operation `of` over an axis of its operands.
+
+    In the results, the mapped axis is the first axis.
+    """
 
     of: Any
     size: int  # of the mapped axis
@@ -221,7 +224,7 @@ class Stack(Operation):
 
 @dataclass(frozen=True)
 class MoveAxis(Operation):
-    """Move an axis of each leaf of a stack of tangents."""
+    """Move the axis of a stack of tangents from `source` to `destination`, in each leaf."""
 
     source: int
     destination: int

@@ -361,10 +361,10 @@ def _reject_layout(aval: Any, layout: Any) -> Sequence[Any]:
 
 
 def _get_typed_variable(get_variable: Callable) -> Callable:
-    """Wrap `Scope.get_variable` of Flax linen, to return an implicit array as one typed operand.
+    """Wrap `Scope.get_variable` of Flax linen, to return an implicit array as one leaf.
 
     Flax compares the shape of each leaf of a variable with the shape that the initializer returns.
-    A typed operand is one leaf with the shape of the dense array.
+    As one operand of a high type, an implicit array is one leaf with the shape of the dense array.
     """
     convert = lambda x: as_typed_operand(x) if is_value(x) and is_complete(x) else x
 

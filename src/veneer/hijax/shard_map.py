@@ -77,8 +77,9 @@ def accept_dense_specs(shard_map: Callable) -> Callable:
 def reject_leafwise_specs(broadcast_prefix: Callable) -> Callable:
     """Wrap JAX's function that gives each leaf the spec of its subtree, to reject implicit arrays.
 
-    A spec of the dense array would split the leaves wrongly. `accept_dense_specs` has made such an
-    array one leaf, unless `jax.shard_map` was called with high types off.
+    JAX would split the leaves by the spec of the dense array, which is wrong. No implicit array
+    gets here unless `jax.shard_map` was called with high types off, because `accept_dense_specs`
+    makes it one leaf.
     """
 
     def broadcast(specs: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +275,10 @@ def move_captured_inside(trace: Trace, args: Sequence[Any]) -> list[Any]:
 
 
 def _high_type_of(x: Any) -> HighType | None:
-    """Return the high type of an implicit array, a `HighArray` or a tracer. Else return None."""
+    """Return the high type of `x`, an implicit array, a `HighArray` or a tracer.
+
+    Return None if `x` is not an implicit array in one of these forms.
+    """
     x = value_of(x)
     t = type_of(x) if isinstance(x, Value) else getattr(x, "aval", None)
     return t if isinstance(t, HighType) else None
@@ -323,7 +327,7 @@ _REDUCE = re.compile("psum|pmean|pmax|pmin")
 def _combine(name: str, function: Callable, x: Any) -> Any:
     """Apply the collective `name` to an array, dense or implicit, or to derivatives of leaves.
 
-    `function` applies it to one array.
+    `function` applies it to one array. For derivatives of leaves, it is called for each leaf.
     """
     x = unpack_tangent(x)
     if not isinstance(x, Value):

@@ -67,15 +67,15 @@ class StructuredType(HiType):
         return isinstance(other, StructuredType) and self._key() == other._key()
 
     def lo_ty(self) -> list[Any]:
-        """Return the types of the arrays that a value is lowered to."""
+        """Return the types of the arrays that JAX lowers a value of this type to."""
         return [low for leaf in self.leaves for low in leaf.lo_ty()]
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
-        """Return the value that is lowered to these arrays."""
+        """Return the value of this type that JAX lowers to `arrays`."""
         raise NotImplementedError
 
     def raise_val(self, *lo_vals: Any) -> Any:
-        """Return the value that is lowered to these arrays, as an operand of a primitive.
+        """Return the value that JAX lowers to the arrays `lo_vals`, as an operand of a primitive.
 
         While a jaxpr with high types is traced, this is a tracer. Otherwise it is a `HighArray` or
         a `Tangent`.
@@ -166,7 +166,7 @@ class HighType(StructuredType, jax.core.ShapedArray):
 
     @property
     def cls(self) -> type:
-        """Return the class of the implicit arrays."""
+        """Return the class of the implicit arrays of this type."""
         return self.treedef.node_data()[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +191,7 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return list(map(strong_leaf, jax.tree.leaves(value_of(hi_val))))
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
-        """Return the implicit array that is lowered to these arrays."""
+        """Return the implicit array that JAX lowers to `arrays`."""
         return self.of_leaves(self.parts(arrays, lambda t, part: t.of_arrays(part)))
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> list[Any]:
@@ -200,11 +200,15 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return [build(t) if type(t) is HighType else next(rest) for t in self.leaves]
 
     def of_leaves(self, leaves: Sequence[Any]) -> Any:
-        """Return the implicit array with these leaves."""
+        """Return the implicit array of this type with the given leaves."""
         return jax.tree.unflatten(self.treedef, leaves)
 
     def to_tangent_aval(self) -> Any:
-        """Return the type of tangents: of the leaves, or of the dense array (`dense_tangent`)."""
+        """Return the type of tangents of such an implicit array.
+
+        This is a `TangentType`, or the tangent type of the dense array if the class sets
+        `dense_tangent`.
+        """
         return self.dense().to_tangent_aval() if self.dense_tangent else TangentType(self)
 
     def to_ct_aval(self) -> Any:
@@ -295,7 +299,7 @@ class TangentType(StructuredType):
         return list(map(strong_leaf, hi_val.leaves))
 
     def of_arrays(self, leaves: Sequence[Any]) -> Any:
-        """Return the tangent with these leaves."""
+        """Return the tangent of this type with the given leaves."""
         return Tangent(self, list(leaves))
 
     of_leaves = of_arrays
@@ -350,7 +354,7 @@ def has_tangent(t: Any) -> bool:
 
 
 def is_complete(value: Value) -> bool:
-    """Return whether the leaves of an implicit array are all present and fit together.
+    """Return whether an implicit array has all of its leaves, and they represent an array.
 
     For example, the parts of an implicit array that `equinox.partition` returns are not complete.
     """
@@ -471,7 +475,7 @@ def _as_one_leaf(x: Any) -> Any:
 
 
 def of_arrays(type: Any, arrays: Sequence[Any]) -> Any:
-    """Return the implicit array, the tangent or the dense array that is lowered to these arrays."""
+    """Return the implicit array, tangent or dense array of a type that JAX lowers to `arrays`."""
     return type.of_arrays(arrays) if isinstance(type, StructuredType) else arrays[0]
 
 

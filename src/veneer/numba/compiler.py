@@ -128,7 +128,10 @@ def compile(
 
 
 def source_of(graph: Graph, calls: Calls | None = None) -> Source:
-    """Generate the program of a graph. With `Fallbacks`, JAX runs primitives without a rule."""
+    """Generate the program of a graph.
+
+    If `calls` is a `Fallbacks`, JAX runs the primitives that have no rule.
+    """
     b = Builder(calls)
     for variable in (*graph.inputs, *graph.outputs):
         if not storage.is_supported(variable.aval.dtype):
@@ -193,9 +196,10 @@ def _make_callable(compiled: Compiled) -> Any:
 
 
 def _convert_argument(x: Any, number: int, compiled: Compiled) -> np.ndarray:
-    """Return the argument `x` as the array that the program takes, given its number.
+    """Return the argument `x` of a compiled function as the array that its program takes.
 
-    Raise `TypeError` for another shape or dtype, and `OverflowError` if an integer does not fit.
+    `number` is the position of the argument. Raise `TypeError` if its shape or dtype differs, and
+    `OverflowError` if an integer does not fit.
     """
     source = compiled._source
     shape, dtype = source.input_shapes[number], source.inputs[number].dtype
@@ -246,10 +250,11 @@ _KIND_OF = {"b": 1, "i": 2, "u": 2, "f": 3, "V": 3, "c": 4}
 
 
 def _tree_function(entry: Callable[..., Any], in_tree: Any, out_tree: Any) -> Callable[..., Any]:
-    """Return a function of pytrees that calls `entry` with all leaves.
+    """Return a function of pytrees that calls `entry`, the function of a program, with all leaves.
 
     It raises `TypeError` if the arguments have another structure than `in_tree`. `entry` returns
-    one leaf, or a tuple of leaves.
+    one leaf, or a tuple of leaves. The function returns them as a pytree of the structure
+    `out_tree`.
     """
     arguments = in_tree.children()
     if all(map(_is_leaf, arguments)) and _is_leaf(out_tree):
@@ -351,7 +356,7 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def _has_literal_keys(keys: Any) -> bool:
-    """Return whether the `repr` of each key of a dict is an expression for the key."""
+    """Return whether the keys of a dict can be written in generated code by their `repr`."""
     return all(type(key) in (str, int, bool) for key in keys)
 
 

@@ -158,7 +158,8 @@ _METH_FASTCALL_KEYWORDS = 0x80 | 0x2
 def table_dtypes(source: Source) -> list[np.dtype]:
     """Return the distinct dtypes of the arguments and results of a program.
 
-    They include the 64-bit dtypes that are accepted for 32-bit arguments.
+    They include the 64-bit dtypes that are accepted for 32-bit arguments. The table of a program
+    has the address of each.
     """
     exact = [memory.dtype for memory in (*source.inputs, *source.outputs)]
     wide = [source.wide_dtype(memory.dtype) for memory in source.inputs]
@@ -192,7 +193,10 @@ _methods: list[_MethodDef] = []  # CPython reads them for as long as their funct
 def make_entry(
     entry: int, program: int, name: str, source: Source, slow: Callable[..., Any]
 ) -> Any:
-    """Return the function of a program that Python calls. Its `__self__` is the program's table.
+    """Return the function of a program that Python calls.
+
+    Its `__self__` is the table of the program, which holds the addresses that the compiled code
+    uses.
 
     **Arguments:**
 

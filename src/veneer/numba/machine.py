@@ -62,7 +62,10 @@ def _signature_of(function: Function) -> tuple[Any, ...]:
 
 
 def object_code(source: Source) -> bytes:
-    """Return the object file of a program, with `veneer_entry` and `veneer_program`."""
+    """Compile a program. Return the bytes of its object file.
+
+    The file has the functions `veneer_entry` and `veneer_program`, which call the program.
+    """
     program = _compile(source)
     signature = _signature_of(source.functions[-1])
     result = program.overloads[signature]
@@ -284,9 +287,9 @@ def _narrow(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> An
 
 
 def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> None:
-    """Emit a branch to the block `slow` unless an array has a shape and is C-contiguous.
+    """Emit a branch to the block `slow`, for arrays that the compiled code cannot read.
 
-    It must be aligned, too.
+    It is taken unless the array has the shape `shape`, and is C-contiguous and aligned.
     """
     builder, same = w.builder, w.builder.icmp_unsigned
     _require(w, same("==", w.load(array, NDIM, w.int), w.int(len(shape))), slow)

@@ -179,7 +179,7 @@ class _Pointer:
 def python_program(source: Source) -> Callable[..., list[np.ndarray]]:
     """Return a function that runs a generated program in Python, and checks each memory access.
 
-    It takes NumPy arrays, and returns a list of the results.
+    The function takes NumPy arrays, and returns a list of the results.
     """
     names: dict[str, Any] = {name: python_function(f) for name, f in source.names.items()}
     names["np"] = np

@@ -34,7 +34,9 @@ class LoopVariable:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A linear function of loop variables with integer coefficients. `str` gives its expression.
+    """An index or a position in the generated code: a linear function of loop variables.
+
+    Its coefficients are integers. `str` gives its expression in the generated code.
 
     >>> from veneer.numba.codegen.arrays import Index, LoopVariable
     >>> i = Index.from_variable(LoopVariable("i", 8))
@@ -124,9 +126,9 @@ def flatten_index(index: Iterable[Index], shape: Sequence[int]) -> Index:
 
 
 def unflatten_index(position: Index, shape: Sequence[int]) -> tuple[Index, ...] | None:
-    """Return the index of the entry at a position of a C-contiguous array of a shape.
+    """Return the index of the entry at `position` of a C-contiguous array with the given shape.
 
-    Return None if the index is not linear in the loop variables, so that it needs a division.
+    Return None if this index is not linear in the loop variables, so that it needs a division.
     """
     index = []
     rest = position
@@ -252,7 +254,8 @@ class LazyArray(ArrayExpr):
 class UpdatedArray(LazyArray):
     """A copy of `base` in which `update(buffer, *operands)` has overwritten some entries.
 
-    A loop that carries the array updates it in place if nothing else needs `base`.
+    `update` writes to a buffer that contains `base`. A loop that carries the array updates it in
+    place if nothing else needs `base`.
     """
 
     base: ArrayExpr = field(default=None)  # type: ignore[assignment]  # always set

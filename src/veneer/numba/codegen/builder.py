@@ -71,7 +71,7 @@ class Builder:
     # Values.
 
     def constant(self, value: Any, dtype: Any = None) -> ArrayExpr:
-        """Return a constant array. A constant without axes becomes a literal in the source."""
+        """Return `value` as a constant array. Without axes, it is a literal in the source."""
         array = np.asarray(value, dtype)
         if array.ndim:
             return self.program.constant(array)
@@ -103,7 +103,8 @@ class Builder:
         - `entry`: given a loop nest and an index, returns the expression of an entry, and may write
             statements to the loop nest.
         - `operands`: the arrays that `entry` reads.
-        - `shape`, `dtype`: of the lazy array. By default, as the first result of the equation.
+        - `shape`, `dtype`: of the lazy array. The default is the shape and dtype of the first
+            result of the current equation.
         - `cost`: about the number of instructions that `entry` adds per entry.
         """
         shape = self.out.shape if shape is None else shape
@@ -133,7 +134,7 @@ class Builder:
         return value
 
     def force(self, value: ArrayExpr) -> Buffer:
-        """Return an array in memory. A lazy array is computed, unless it was computed before."""
+        """Return an array in memory. A lazy array is computed into memory, but only once."""
         if isinstance(value, Buffer):
             return value
         if self._kernel is not None:
@@ -170,9 +171,10 @@ class Builder:
         )
 
     def _let(self, value: ArrayExpr) -> ArrayExpr:
-        """Write a scalar to a local variable of the kernel that is being written, and return it.
+        """Assign a scalar to a local variable of the kernel that is being written.
 
-        Outside of a kernel, or if `value` has axes, return `value` unchanged.
+        Return the variable as an array. Outside of a kernel, or if `value` has axes, return `value`
+        unchanged.
         """
         if value.ndim or self._kernel is None:
             return value
@@ -229,7 +231,7 @@ class Builder:
         self.line(*pieces[: max(1, 2 * len(pointers))], ")")
 
     def line(self, *pieces: str | Buffer) -> None:
-        """Write a statement of the program, made of text and buffers. Buffers become pointers."""
+        """Write a statement of the program, which consists of text and pointers to buffers."""
         note = self.equation.line if self.equation else ""
         self._bodies[-1].append(Statement(pieces, note))
 
@@ -409,7 +411,7 @@ def require_fused(jaxpr: Any) -> None:
 
 
 def _leave_out(equation: Equation) -> None:
-    """Warn that the compiled program omits a debug primitive."""
+    """Warn that the compiled program omits a debug primitive, such as `debug_callback`."""
     message = (
         f"vn.numba leaves out {equation.primitive!r}, from {equation.line}: compiled code calls no "
         "Python. To have JAX run it, in tens of microseconds each time, compile with "

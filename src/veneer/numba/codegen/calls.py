@@ -40,10 +40,10 @@ def call_address(function, *pointers):
 
 
 class Calls:
-    """The calls that a compiled program makes to functions at addresses.
+    """The calls that a compiled program makes to functions at addresses, outside of the program.
 
-    A call that fails ends the program, which then raises the error. `names` lists the called
-    functions, for error messages.
+    If a call fails, the program ends early, and the error is raised in Python. `names` lists the
+    called functions, for error messages.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class Calls:
     def write(
         self, b: "Builder", functions: Sequence[Buffer], buffers: Sequence[Buffer], name: str
     ) -> None:
-        """Write code that calls functions in the order given, until one succeeds.
+        """Write code that calls functions at addresses in the order given, until one succeeds.
 
-        The program ends if all of them fail. `buffers` are the operands and then the results, which
-        each function gets. `name` describes the call in error messages.
+        If all of them fail, the program ends early. Each function gets `buffers`: the operands and
+        then the results. `name` describes the call in error messages.
         """
         pieces: list[str | Buffer] = []
         for function in functions:

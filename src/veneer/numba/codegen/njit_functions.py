@@ -111,9 +111,10 @@ def read_only(typing_context, array):
 class NativeFunction:
     """The Numba function of a rule, compiled for operands and results of known shapes and dtypes.
 
-    `address` is the address of a C function, which takes the address of an array of 64-bit words:
-    a flag that the function sets to 1 on success, and the addresses of operands and results.
-    `writes_operands` says whether the function assigns to operands, which must then be copies.
+    `address` is the address of a C function. It takes one argument, the address of an array of
+    64-bit words: a flag that the function sets to 1 on success, and the addresses of operands and
+    results. `writes_operands` says whether the function assigns to operands, which must then be
+    copies.
 
     **Arguments:**
 
@@ -265,7 +266,10 @@ class NativeFunction:
 
 @functools.cache
 def _failing_function() -> Any:
-    """Return a compiled C function that returns without success, to replace a callback."""
+    """Return a compiled C function that only returns, without reporting success.
+
+    It replaces callbacks to Python in code that runs without the GIL.
+    """
 
     def native(place):
         return

@@ -65,7 +65,7 @@ def resolve_alias(buffer: Buffer) -> tuple[Memory, str]:
 
 @dataclass
 class _Life:
-    """The numbers of the first and the last statement that use a block of memory."""
+    """The first and the last statement that use a block of memory, numbered in program order."""
 
     first: int
     last: int
@@ -198,14 +198,17 @@ class ProgramDraft:
         return Buffer(array.shape, array.dtype, memory)
 
     def output(self, buffer: Buffer) -> None:
-        """Make the memory of a buffer the next result of the program."""
+        """Make a buffer the next result of the program. Its memory becomes output memory."""
         memory = buffer.memory
         memory.kind, memory.name = "output", f"out{len(self.outputs)}"
         self.outputs.append(memory)
         self.output_shapes.append(buffer.shape)
 
     def add_kernel(self, name: str, k: LoopNest) -> str:
-        """Add the function of a kernel, unless an equal one exists. Return the function's name."""
+        """Add a kernel as a function of the program, unless an equal one exists.
+
+        Return the name of the function, which begins with `name`.
+        """
         for function in k.functions.values():
             self.function(function)
         body = k.source()

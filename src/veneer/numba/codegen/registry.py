@@ -107,7 +107,10 @@ class Registry:
         return iter(sorted(self._rules))
 
     def missing_rule_error(self, primitive: str, place: str) -> NotImplementedError:
-        """Return the error for a primitive without a rule. `place` is the user's line."""
+        """Return the error for a primitive without a rule.
+
+        `place` is the line of the user's code with the primitive.
+        """
         close = difflib.get_close_matches(primitive, self._rules, n=2)
         hint = f" (there are rules for {' and '.join(close)})" if close else ""
         return NotImplementedError(
@@ -160,7 +163,10 @@ FUSED: set[str] = set()
 
 
 def fused(*primitives: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a rule of `funcify` whose result is a lazy array."""
+    """Return a decorator that registers a rule of `funcify` for primitives that fuse with others.
+
+    The result of the rule is a lazy array, which other kernels compute as part of their loops.
+    """
     FUSED.update(primitives)
     return funcify.register(*primitives)
 

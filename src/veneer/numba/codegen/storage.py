@@ -81,7 +81,7 @@ def float_to_half(x):
 
 @scalar
 def clip_float(x, low, high):
-    """Clip a float to the bounds. NaN becomes `low`."""
+    """Clip a float to the range from `low` to `high`. NaN becomes `low`."""
     return select(x > low, select(x < high, x, high), low)
 
 
@@ -100,7 +100,10 @@ def saturate(truncated, x, low, high, least, most):
 
 @dataclass(frozen=True)
 class _Storage:
-    """The dtypes in which a dtype is stored and computed, and the conversions between them."""
+    """The storage of a dtype: in memory its entries have another dtype than in computations.
+
+    `load` and `store` convert an entry from the stored to the computed dtype, and back.
+    """
 
     stored: Any
     computed: Any

@@ -39,7 +39,7 @@ def _is_infinite(z):
 
 @scalar
 def _positive(x):
-    """Return `x`, with -0 replaced by 0, because JAX ignores the sign of a zero at branch cuts."""
+    """Return `x`, with 0 in place of -0, because JAX ignores the sign of a zero at branch cuts."""
     return x + np.float64(0)
 
 
@@ -203,8 +203,8 @@ def logistic_c128(z):
 def pow_c128(z, w):
     """Return z to the power of w.
 
-    The result is 1 if `z` is 1 or `w` is 0. For `z` of 0, it is 0 for positive real powers and NaN
-    for others.
+    The result is 1 if `z` is 1 or `w` is 0. If `z` is 0, the result is 0 if `w` is real and
+    positive, and NaN for all other `w` except 0.
     """
     x, a, b = log_c128(z), w.real, w.imag
     result = exp_c128(complex(a * x.real - _times(b, x.imag), a * x.imag + _times(b, x.real)))

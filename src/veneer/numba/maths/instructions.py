@@ -175,7 +175,7 @@ def key_of(function: Callable[..., Any]) -> str:
 
 
 def _named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an instruction with the name `name`. When Python executes it, it calls `run`."""
+    """Return an instruction that has the name `name`, and calls `run` when Python executes it."""
 
     def call(*args):
         return run(*args)
@@ -253,13 +253,13 @@ def leading_zeros(x):
 
 @instruction
 def at(pointer, offset):
-    """Return a pointer to the entry that is `offset` entries behind the entry at `pointer`."""
+    """Return a pointer to the entry that is `offset` entries after the entry at `pointer`."""
     return pointer[offset:]
 
 
 @instruction
 def memory(pointer, offset, dtype):
-    """Return a pointer to the memory that is `offset` bytes behind the pointer `pointer`.
+    """Return a pointer to the memory that starts `offset` bytes after `pointer`.
 
     The entries there have the type of the number `dtype`.
     """
@@ -276,9 +276,10 @@ def no_aliases():
 
 @instruction
 def quotient(x, y):
-    """Divide integers and round towards zero. `x / 0` has all bits set; the minimum / -1 is itself.
+    """Divide integers and round towards zero.
 
-    For unsigned integers, all bits set is the maximum.
+    `x / 0` has all bits set, which is -1, or the maximum of an unsigned type. The minimum divided
+    by -1 is the minimum.
     """
     if y == 0:
         return type(x)(np.iinfo(type(x)).max if x.dtype.kind == "u" else -1)
@@ -303,7 +304,10 @@ def shift_left(x, y):
 
 @instruction
 def shift_right_logical(x, y):
-    """Shift the bits of `x` down by `y`, and fill with zeros. Return 0 for a too large `y`."""
+    """Shift the bits of `x` down by `y`, and fill with zeros.
+
+    Return 0 if `y` is the bit width or more.
+    """
     return _wrapped(_unsigned(x) >> int(y), type(x)) if 0 <= y < x.itemsize * 8 else type(x)(0)
 
 

@@ -36,14 +36,17 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def _operation(emit: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an emitter for Numba that calls `emit` with the LLVM builder and the arguments."""
+    """Return an emitter that calls `emit(builder, *args)` with the LLVM builder and the arguments.
+
+    An emitter is a function that writes LLVM code for a Numba intrinsic.
+    """
     return lambda context, builder, signature, args: emit(builder, *args)
 
 
 def _calling(name: str) -> Callable[..., Any]:
-    """Return an emitter for Numba that calls the LLVM function `name`.
+    """Return an emitter of LLVM code that calls the LLVM function `name`.
 
-    The arguments must have the type of the result, which is added to the name.
+    All arguments must have the type of the result. The name of this type is added to `name`.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -321,8 +324,8 @@ def _emit_call_address(context: Any, builder: Any, signature: Any, args: Any) ->
 def native(function: Callable[..., Any]) -> Any:
     """Return the object that Numba compiles in place of a function that generated code calls.
 
-    For an instruction, this is an intrinsic, and for a scalar function a dispatcher. Other objects
-    are returned unchanged.
+    It is an intrinsic for an instruction, and a Numba dispatcher for a scalar function. Other
+    objects are returned unchanged.
     """
     if is_instruction(function):
         name = function.__name__

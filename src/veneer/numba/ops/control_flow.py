@@ -228,9 +228,9 @@ def _known_branch(b: Builder, branches: Any, params: Any) -> int | None:
 
 
 def _cpu_branch(platforms: Any) -> int:
-    """Return the index of the first branch for the CPU, or for all platforms.
+    """Return the index of the first branch that may run on the CPU.
 
-    `platforms` has the names of the platforms of each branch, or None for all platforms.
+    `platforms` has the names of the platforms for each branch, or None if it runs on all platforms.
     """
     return next(n for n, names in enumerate(platforms) if names is None or "cpu" in names)
 
@@ -294,9 +294,9 @@ perform.register(*_IDENTITIES)(lambda *operands, **_: [*operands])
 class _Pending:
     """An assignment of the array `value` to the buffer `target`, which is not written yet.
 
-    `reads` has the blocks of memory that `value` reads. It maps each block to the offsets of the
-    arrays in it that are read only at the index of the entry to write. If other entries are read,
-    None is among the offsets.
+    `reads` maps each block of memory that `value` reads to a set. The set has the offset of each
+    array in the block that is read only at the index of the entry to write, and None if other
+    entries are read.
     """
 
     target: Buffer
@@ -317,7 +317,7 @@ class _Pending:
 
 @dataclass(eq=False)
 class _Group:
-    """Assignments that one kernel computes."""
+    """Assignments to buffers of one shape that one kernel computes."""
 
     members: list[_Pending] = field(default_factory=list)
 

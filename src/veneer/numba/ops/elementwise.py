@@ -87,9 +87,10 @@ _COMPLEX = set(
 
 
 def call_complex(function: Callable[..., Any], dtype: Any) -> Entry:
-    """Return a function that writes the call of a function of complex128 for an entry.
+    """Return an entry function, which writes a call of `function` for an entry of a complex array.
 
-    Entries of another complex dtype are converted to complex128, and the result to `dtype`.
+    `function` computes in complex128. Entries of another complex dtype are converted to complex128,
+    and the result to `dtype`.
     """
 
     def entry(k: LoopNest, *texts: str) -> str:
@@ -100,7 +101,7 @@ def call_complex(function: Callable[..., Any], dtype: Any) -> Entry:
 
 
 def ufunc_rule(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule of `perform` that calls a function and ignores the parameters."""
+    """Return a rule of `perform` that calls `function` and ignores the rule's parameters."""
     return lambda *operands, **_: function(*operands)
 
 

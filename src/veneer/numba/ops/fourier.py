@@ -93,7 +93,10 @@ def radices(n: int) -> list[int]:
 
 
 def roots_of_unity(n: int, turns: Any, dtype: np.dtype) -> np.ndarray:
-    """Return `exp(-2 i pi turns / n)` for integers `turns`, correctly rounded."""
+    """Return the roots of unity `exp(-2 i pi turns / n)`, correctly rounded to a complex dtype.
+
+    `turns` are integers.
+    """
     angles = 2 * np.pi * (np.asarray(turns, np.int64) % n).astype(np.longdouble) / n
     parts = np.stack([np.cos(angles), -np.sin(angles)], -1)
     parts[np.abs(parts) < 1e-15] = 0  # exactly 0 at quarters of a turn
@@ -172,7 +175,10 @@ def _(b: Builder, x: ArrayExpr, *, fft_type: Any, fft_lengths: tuple[int, ...]) 
 
 
 def _full_spectrum(x: Any, n: int) -> Any:
-    """Return all `n` frequencies of a real signal, given the frequencies from 0 to n // 2."""
+    """Return all `n` frequencies of a real signal, given the frequencies from 0 to n // 2.
+
+    The frequencies are along the last axis of `x`.
+    """
     k = jnp.arange(n // 2 + 1)
     x = jnp.where((k == 0) | (2 * k == n), jax.lax.real(x).astype(x.dtype), x)
     return jnp.concatenate([x, jnp.conj(x[..., 1 : (n + 1) // 2][..., ::-1])], -1)

@@ -30,7 +30,7 @@ _REGISTER_COLUMNS = {4: 64, 8: 32}
 
 @dataclass
 class _DotOperand:
-    """An operand of `dot_general` with its batch, free and contracted axes."""
+    """An operand of `dot_general`, with the numbers of its batch, free and contracted axes."""
 
     value: ArrayExpr
     batch: Sequence[int]
@@ -221,7 +221,10 @@ def _(
 
 @dataclass(frozen=True)
 class _Strided:
-    """A view of memory: the entry at an index is at `offset + start + sum(index * strides)`."""
+    """A strided view of a block of memory, which starts at `offset` in it.
+
+    The entry at an index is at the position `offset + start + sum(index * strides)`.
+    """
 
     memory: Memory
     offset: str
@@ -257,7 +260,7 @@ def _as_strided(value: ArrayExpr) -> _Strided | None:
 
 @dataclass
 class _Matrices:
-    """A batch of matrices in memory.
+    """A batch of matrices in memory. `pointer` is a buffer at the first entry.
 
     `step` is the distance between matrices, and `row` the distance between rows, in entries. If
     `transposed`, `row` is the distance between columns.

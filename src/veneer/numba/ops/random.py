@@ -27,7 +27,7 @@ _WORD = np.uint64(0xFFFFFFFF)
 
 @scalar
 def threefry_round(x, y, by):
-    """Return two words after one round, with a rotation by `by` bits."""
+    """Return the words `x` and `y` after one round of threefry, which rotates by `by` bits."""
     x = np.uint32(x + y)
     rotated = np.uint32(y << np.uint32(by)) | np.uint32(y >> np.uint32(32 - by))
     return x, np.uint32(x ^ rotated)
@@ -35,7 +35,10 @@ def threefry_round(x, y, by):
 
 @scalar
 def four_rounds(x, y, a, b, c, d):
-    """Return two words after four rounds, with rotations by `a`, `b`, `c` and `d` bits."""
+    """Return the words `x` and `y` after four rounds of threefry.
+
+    The rounds rotate by `a`, `b`, `c` and `d` bits.
+    """
     x, y = threefry_round(x, y, a)
     x, y = threefry_round(x, y, b)
     x, y = threefry_round(x, y, c)
@@ -44,7 +47,10 @@ def four_rounds(x, y, a, b, c, d):
 
 @scalar
 def threefry_words(a, b, x, y):
-    """Return the random words of the counter `x`, `y` and the key `a`, `b`, after 20 rounds."""
+    """Return two random words for the counter `x`, `y` and the key `a`, `b`.
+
+    They are the result of 20 rounds of threefry.
+    """
     m = np.uint32(np.uint32(a ^ b) ^ np.uint32(0x1BD11BDA))
     x, y = four_rounds(np.uint32(x + a), np.uint32(y + b), 13, 15, 26, 6)
     x, y = four_rounds(np.uint32(x + b), np.uint32(np.uint32(y + m) + np.uint32(1)), 17, 29, 16, 24)
@@ -56,7 +62,7 @@ def threefry_words(a, b, x, y):
 
 @scalar
 def threefry(key, position):
-    """Return the random 64 bits of a position and a key, with the first word in the high bits."""
+    """Return 64 random bits for a key and a position, with the first word in the high bits."""
     x, y = threefry_words(
         np.uint32(key >> np.uint64(32)),
         np.uint32(key & np.uint64(0xFFFFFFFF)),
@@ -68,7 +74,7 @@ def threefry(key, position):
 
 @scalar
 def threefry_word(key, position):
-    """Return the random 32 bits of a position and a key: the exclusive or of both words."""
+    """Return 32 random bits for a key and a position: the exclusive or of the two random words."""
     words = threefry(key, position)
     return np.uint32(np.uint32(words >> np.uint64(32)) ^ np.uint32(words & np.uint64(0xFFFFFFFF)))
 

@@ -19,7 +19,7 @@ WIDTH = LANES * VECTORS
 
 
 def object_code() -> bytes:
-    """Return the object file of `veneer_matrix_product`."""
+    """Return the object file with the compiled function `veneer_matrix_product`."""
     file = ObjectFile()
     file.export("veneer_matrix_product", matrix_product)
     return file.code()
@@ -27,7 +27,7 @@ def object_code() -> bytes:
 
 @simd.instruction
 def store_rows(address, stride, block):
-    """Write a block to rows of f32 that are `stride` bytes apart."""
+    """Write the rows of `block` to float32 memory, where rows are `stride` bytes apart."""
 
     def emit(builder, address, stride, values):
         for i, value in enumerate(simd.get_vectors(builder, values)):

@@ -128,9 +128,10 @@ Function = Callable[..., Any]
 
 
 class _LoopBuilder(Builder):
-    """A builder that writes the results of all equations into one loop, as local variables.
+    """A builder that writes all results into the loop nest `k`, as local variables.
 
-    Nested lazy arrays would exceed Python's recursion limit in a long function.
+    Without it, a long function would become deeply nested lazy arrays, and exceed Python's
+    recursion limit.
     """
 
     def __init__(self, k: LoopNest):

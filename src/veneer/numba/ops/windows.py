@@ -155,7 +155,7 @@ def _iterate_windows(
 
 
 def _selection_symbol(select_prim: Any) -> str:
-    """Return the operator, >= or <=, by which pooling keeps the entry that it has selected."""
+    """Return the operator, >= or <=, by which pooling keeps the entry that it selected before."""
     symbols = {"ge": ">=", "le": "<="}
     if select_prim.name not in symbols:
         raise Unsupported("select_prim", f"{select_prim} is not supported.")
