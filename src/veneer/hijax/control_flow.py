@@ -1,9 +1,9 @@
 """Loops and branches over implicit arrays.
 
 The carry of a loop must keep its type, and branches must return the same types. But an implicit
-array can have two forms: a pytree of leaves, as an argument has, or one typed value, as the result
-of a primitive has. So the body of a loop converts the new carry to the form of the old carry, and a
-branch converts its results to the form of an operand of the same class.
+array can have two forms: a pytree of leaves, as an argument has, or one value of a high type, as
+the result of a primitive has. So the body of a loop converts the new carry to the form of the old
+carry, and a branch converts its results to the form of an operand of the same class.
 
 If the types still differ while JAX traces, `TypeMismatch` is raised. It never reaches the user:
 `_call_until_types_match` catches it, and calls the loop or the conditional again with converted
@@ -42,8 +42,8 @@ class TypeMismatch(Exception):
 
     `forms` maps the index of each value whose types differ, in the carry or among the results, to a
     pair `(form, next_form)`. `form` says what to convert the value to: a dense array, one operand
-    of a high type, or a label. If the types still differ after the conversion, `next_form(form)`
-    returns the form to try next, or raises `TypeError`.
+    of a high type, or a label (a dense array with metadata). If the types still differ after the
+    conversion, `next_form(form)` returns the form to try next, or raises `TypeError`.
     """
 
     def __init__(self, forms: dict[int, tuple[Any, Callable[[Any], Any]]]):
@@ -67,9 +67,9 @@ def check_branches(check: Callable) -> Callable:
 def _compare_types(where: str, tree_1: Any, tree_2: Any) -> None:
     """Raise `TypeMismatch` if an implicit array has different types in two pytrees of types.
 
-    If the structures differ, or the types of dense arrays, return: JAX itself raises an error for
-    these. `where` names a value in errors, with `{}` for the index of the value, as in "carry {} of
-    scan".
+    For pytrees of different structures, and for different types of dense arrays, JAX itself raises
+    an error. `where` names a value in errors, with `{}` for the index of the value, as in "carry {}
+    of scan".
     """
     (types_1, treedef_1), (types_2, treedef_2) = map(_flatten, (tree_1, tree_2))
     if not is_enabled() or treedef_1 != treedef_2:

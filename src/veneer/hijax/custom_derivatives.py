@@ -61,8 +61,8 @@ _COTANGENT, _TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
 def call_custom_vjp(call: Callable) -> Callable:
     """Wrap `jax.custom_vjp.__call__`, to convert the arguments and results of the user's rules.
 
-    The rules take and return one derivative for each implicit array. JAX uses one for each leaf, or
-    for each dense array whose class sets `dense_tangent`.
+    The rules take and return one derivative for each implicit array. JAX uses one for each of its
+    leaves, or one for the dense array if the class sets `dense_tangent`.
     """
 
     @wraps(call)
@@ -291,7 +291,10 @@ def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
 
 
 def _pack_tangent(derivatives: Any, t: HighType) -> Any:
-    """Convert an implicit array of derivatives to the `Tangent` of a value of type `t`."""
+    """Convert an implicit array of derivatives to a `Tangent`.
+
+    It is the tangent of a value of the high type `t`.
+    """
     pairs = zip(leaves_of(derivatives), t.leaves, strict=True)
     return TangentType(t).raise_val(*(_convert_cotangent(x, a) for x, a in pairs if is_inexact(a)))
 
@@ -311,8 +314,8 @@ def _cotangent_error(ct: Any, t: Any) -> TypeError:
 def call_custom_jvp(call: Callable) -> Callable:
     """Wrap `jax.custom_jvp.__call__`, to convert the arguments and results of the user's rule.
 
-    The rule takes and returns one derivative for each implicit array. JAX uses one for each leaf,
-    or for each dense array whose class sets `dense_tangent`.
+    The rule takes and returns one derivative for each implicit array. JAX uses one for each of its
+    leaves, or one for the dense array if the class sets `dense_tangent`.
     """
 
     @wraps(call)
@@ -399,12 +402,12 @@ def _is_implicit(x: Any) -> bool:
 
 
 def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
-    """Return a derivative in which either the whole value is a `SymbolicZero`, or no leaf is.
+    """Return the derivative of a value, either as one `SymbolicZero` or without any.
 
-    If all leaves of an implicit array of derivatives are `SymbolicZero`, and `primal` is its
-    implicit array, return one `SymbolicZero` with the shape of the dense array. Otherwise return
-    arrays of zeros in place of the leaves that are `SymbolicZero`. A zero of a high type also gets
-    the dense shape.
+    If all leaves of an implicit array of derivatives are `SymbolicZero`, and `primal` is the
+    implicit array to which they belong, return one `SymbolicZero` with the shape of the dense
+    array. Otherwise return arrays of zeros in place of the leaves that are `SymbolicZero`. A
+    `SymbolicZero` whose type is a `TangentType` also gets the shape of the dense array.
     """
     if isinstance(derivative, SymbolicZero) and isinstance(derivative.aval, TangentType):
         t = derivative.aval.of

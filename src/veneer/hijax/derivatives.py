@@ -62,9 +62,8 @@ class _Differentiated:
 def _leaves_for_jacobian(x: Any) -> Any:
     """Return a result of a function that `jax.grad` or a Jacobian differentiates, as arrays.
 
-    An implicit array is materialized if its tangent is one dense array, or if it is a scalar.
-    Otherwise, or if it is a label (one dense array with metadata), it becomes a pytree of its
-    leaves.
+    An implicit array is materialized if its tangent is one dense array, or if it is a scalar but
+    not a label (one dense array with metadata). Otherwise it becomes a pytree of its leaves.
     """
     x = expose(x)
     if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):

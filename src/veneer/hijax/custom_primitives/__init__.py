@@ -121,8 +121,8 @@ class HighPrimitive:
 
         **Arguments:**
 
-        - `fwd`: a function of the same arguments that returns the results and the residuals, which
-          may be any pytree.
+        - `fwd`: a function of the arguments of the primitive. It returns the results and the
+          residuals, which may be any pytree.
         - `bwd`: a function of the residuals, the cotangents of the results, and the parameters by
           keyword. It returns a tuple with a cotangent, or None for zero, for each operand.
         """

@@ -45,7 +45,11 @@ class ForwardRule(Expansion):
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """Call `fwd`. Return the list, and a pair: the structures of results and residuals."""
+        """Call `fwd`. Return its results, its residuals and some of the operands, as one list.
+
+        The operands are those for which a rule may return a dense cotangent. Also return a pair:
+        the structure of the results and the structure of the residuals.
+        """
         args = self.structure.unflatten(map(expose, values))
         pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
         (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)

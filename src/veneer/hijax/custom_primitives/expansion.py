@@ -147,10 +147,10 @@ class Expansion(Operation):
         return flatten_values(jax.tree.map(self._unpack, tree, is_leaf=is_value), self.typed)
 
     def _unpack(self, x: Any) -> Any:
-        """Return the implicit array, with traced leaves, if `x` is a tracer of an implicit array.
+        """Return the implicit array of a tracer, with traced leaves, or of a `HighArray`.
 
-        If `self.typed` is true, and the tangent of the array is one dense array, the tracer is
-        returned unchanged, like all other objects.
+        If `self.typed` is true, a tracer of an implicit array whose tangent is one dense array
+        stays a tracer. Return other objects unchanged.
         """
         if not is_typed(x) or (self.typed and x.aval.dense_tangent):
             return value_of(x)
@@ -209,7 +209,7 @@ clear_with_rules(_infer.cache_clear)
 
 
 class MappedExpansion(Vmap):
-    """The function of a user's primitive, or one of its rules, under `jax.vmap`.
+    """An `Expansion` under `jax.vmap`: the function of a user's primitive, or one of its rules.
 
     Its derivatives are the derivatives of the `Expansion`, mapped over the same axes.
     """
