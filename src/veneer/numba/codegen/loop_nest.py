@@ -78,14 +78,17 @@ class LoopNest:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The arguments of the kernel, in the order of its parameters."""
+        """The buffers that the kernel reads or writes, in the order of its parameters."""
         return [Buffer((), memory.dtype, memory, offset) for memory, offset in self.parameters]
 
     # Loops and conditions.
 
     @contextmanager
     def loops(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
-        """Open loops over all indices of a shape, the last axis innermost. Yield the index."""
+        """Open loops over all indices of a shape, the last axis innermost.
+
+        Yield the index, which has an `Index` per axis.
+        """
         depth = len(self._open)
         index = []
         for extent in shape:

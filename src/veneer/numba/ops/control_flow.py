@@ -369,7 +369,7 @@ def _assign(
 
 
 def _find_reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
-    """Return the memory that an array reads, in the form of `_Pending.reads`."""
+    """Return the blocks of memory that an array reads, as a dict like `_Pending.reads`."""
     reads: dict[Memory, set[str | None]] = {}
     while isinstance(value, UpdatedArray):
         for memory in (memory for operand in value.operands for memory in _find_reads(operand)):

@@ -282,7 +282,10 @@ def _(
     padded = _pad(b, x, b.constant(0, x.dtype), all_padding, all_dilation)
 
     def window(k: LoopNest, index: tuple[Index, ...]) -> str:
-        """Read the input at (group, example, *output position, channel, *kernel position)."""
+        """Return an expression for the entry of the input that a product reads.
+
+        `index` is (group, example, *output position, channel, *kernel position).
+        """
         group, example, channel = index[0], index[1], index[2 + n_spatial]
         parts: dict[int, Index] = {
             x_axes[0]: (group * n_batch if batch_group_count > 1 else Index()) + example,
@@ -294,7 +297,10 @@ def _(
         return k.read(padded, [parts[axis] for axis in range(padded.ndim)])
 
     def weight(k: LoopNest, index: tuple[Index, ...]) -> str:
-        """Read the entry of the kernel at (group, output, channel, *kernel position)."""
+        """Return an expression for the entry of the convolution kernel that a product reads.
+
+        `index` is (group, output, channel, *kernel position).
+        """
         output = index[0] * (outputs // groups) + index[1]
         parts = dict(zip(kernel_axes, (output, *index[2:]), strict=True))
         return k.read(kernel, [parts[axis] for axis in range(kernel.ndim)])
