@@ -56,6 +56,21 @@ def test_the_group_size_divides_all_inputs():
         choose_rules("gptq", shapes | {"c.weight": (128, 100)})
 
 
+def test_a_format_to_round_to_is_checked_first():
+    with pytest.raises(
+        ValueError, match="gptq has the formats int4, int2, int3, int8, but not nf4"
+    ):
+        Requantized({}, "gptq", "nf4")
+
+
+def test_a_permuted_weight_is_rounded_for_gguf():
+    q = vn.quant.quantize(arrays.normal(32, 64), "int4", channelwise_axes=[0], tiled_axes={1: 32})
+    permuted = vn.types.Permuted(q, jnp.arange(64)[None, ::-1], -1)
+    assert "Permuted" in find_unsupported("gguf", {"a.weight": permuted})["a.weight"]
+    changed = Requantized({"a.weight": permuted}, "gguf", "int8")["a.weight"]
+    np.testing.assert_allclose(vn.materialise(changed), vn.materialise(permuted), atol=0.03)
+
+
 def test_weights_with_odd_outputs_stay_dense():
     assert set(choose_rules("awq", {"a.weight": (12, 128), "b.weight": (16, 128)})) == {"b.weight"}
 

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from support import optional
 
 import veneer as vn
-from veneer.models import WEIGHTS, LanguageModel, compare, llama, load, quantized_cache
+from veneer.models import WEIGHTS, LanguageModel, compare, llama, load, make_cache
 from veneer.models.comparison import WINDOW, split_windows
 
 pytestmark = optional.needs("demo")
@@ -121,8 +121,8 @@ def test_a_quantized_folder_is_loaded_packed(tmp_path, folder, model):
         load(tmp_path / "small", "nf4")
 
 
-def test_a_quantized_cache_has_a_scale_per_token(model):
-    cache = quantized_cache(model.config, 8, "int8")
+def test_a_make_cache_has_a_scale_per_token(model):
+    cache = make_cache(model.config, 8, "int8")
     assert cache.keys[0].shape == (2, 8, 16)
     assert cache.keys[0].scale.shape == (2, 8, 1)
     dense, small = (model.generate("ab", max_tokens=3, cache_format=f) for f in (None, "int8"))
@@ -150,8 +150,13 @@ def test_another_architecture_is_rejected(tmp_path, folder):
 
 
 def test_wrong_arguments_of_generate_raise(model):
-    with pytest.raises(ValueError, match="max_tokens must be 1 or more, not 0"):
-        model.generate("ab", max_tokens=0)
+    wrong = [{"max_tokens": 0}, {"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}]
+    for options in [*wrong, {"temperature": 1e-40}, {"top_p": 2}, {"top_k": 0}]:
+        with pytest.raises(ValueError, match="max_tokens and top_k must be 1 or more"):
+            model.generate("ab", **options)
+    for messages in (5, b"ab", ["ab"], [{"role": "user"}], {"content": "ab"}):
+        with pytest.raises(TypeError, match="messages must be a string or a list"):
+            model.encode_chat(messages)
     strict = LanguageModel(
         model.params, model.config, model.tokenizer, template="{{ raise_exception('no') }}"
     )
@@ -182,13 +187,13 @@ def test_a_comparison_agrees_with_numpy(model, folder):
             params = vn.materialise(dict(m.params))
             cache = llama.empty_cache(m.config, 1, WINDOW)
             x, _ = llama.hidden(params, m.config, window[None], cache)
-            logits = np.asarray(llama.logits(params, x[0, 255:511]), np.float64)
+            logits = np.asarray(llama.logits(params, x[0, 256:511]), np.float64)
             rows.append(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
-        targets.append(window[256:])
+        targets.append(window[257:])
     p, q, at = np.concatenate(log_p), np.concatenate(log_q), np.concatenate(targets)
     divergence = (np.exp(p) * (p - q)).sum(-1)
     loss = lambda x: -np.take_along_axis(x, at[:, None], 1).mean()
-    assert result.tokens == 512
+    assert result.tokens == 510
     assert result.reference_perplexity == pytest.approx(math.exp(loss(p)), rel=1e-4)
     assert result.perplexity == pytest.approx(math.exp(loss(q)), rel=1e-4)
     assert result.kl_mean == pytest.approx(divergence.mean(), rel=1e-3)
@@ -297,7 +302,7 @@ def test_compare_prints_a_row_per_model(veneer, folder, tmp_path):
     code, out, _ = veneer("compare", *paths, *options, "--json")
     document = json.loads(out)
     assert code == 0
-    assert document["tokens"] == 256
+    assert document["tokens"] == 255
     assert document["reference"]["path"] == str(folder)
     int8, nf4 = document["models"]
     assert int8["kl_mean"] < nf4["kl_mean"]
@@ -306,7 +311,7 @@ def test_compare_prints_a_row_per_model(veneer, folder, tmp_path):
     code, out, _ = veneer("compare", *paths, *options)
     assert code == 0
     assert f"{nf4['kl_mean']:.4f}" in out
-    assert "256 tokens scored" in out
+    assert "255 tokens scored" in out
 
 
 @pytest.mark.parametrize("library", ["gguf", "mlx", "gptq", "awq", "compressed-tensors"])
@@ -344,3 +349,103 @@ def test_a_scale_dtype_is_chosen(veneer, folder, tmp_path):
     code, _, err = veneer("quantize", folder, tmp_path / "y", "--for", "mlx", "--tile", 32)
     assert code == 2
     assert "--for mlx cannot be combined with --tile" in err
+
+
+# Files that other programs wrote.
+
+
+def copy(folder, target, **files):
+    """Copy a folder, with other JSON in some files."""
+    target.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (target / f"{name}.json").write_text(text)
+    return target
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(folder, tmp_path, model):
+    words = tokenizer()
+    words.enable_truncation(6)
+    words.enable_padding(length=8, pad_id=256)
+    other = load(copy(folder, tmp_path / "x", tokenizer=words.to_str()))
+    assert other.encode_chat("a long prompt") == model.encode_chat("a long prompt")
+
+
+def test_tokens_that_the_model_does_not_have_are_rejected(folder, tmp_path):
+    words = tokenizer()
+    words.add_tokens([f"word{i}" for i in range(99)])
+    other = load(copy(folder, tmp_path / "x", tokenizer=words.to_str()))
+    with pytest.raises(ValueError, match="the model has only 320 tokens"):
+        other.generate("word98")
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({"tokenizer": "[1]"}, "tokenizer.json is not a tokenizer"),
+        ({"config": CONFIG | {"hidden_size": None}}, "hidden_size must be a number, not None"),
+        ({"config": CONFIG | {"num_hidden_layers": 1}}, "has more layers than config.json"),
+        ({"config": CONFIG | {"num_hidden_layers": 3}}, r"has no tensor model.layers.2.*3 layers"),
+        ({"config": CONFIG | {"num_key_value_heads": 4}}, r"has the shape .*, not .* of config"),
+        ({"config": CONFIG | {"eos_token_id": "2"}}, "eos_token_id must be an integer"),
+        ({"tokenizer_config": {"chat_template": 5}}, "chat_template in .* is no text"),
+        ({"config": "[]"}, "config.json is not a JSON object"),
+    ],
+)
+def test_wrong_files_of_a_folder_are_rejected(folder, tmp_path, files, error):
+    with pytest.raises(ValueError, match=error):
+        load(copy(folder, tmp_path / "x", **files))
+
+
+def test_null_entries_count_as_missing(folder, tmp_path, model):
+    null = {
+        "tokenizer_config": {"chat_template": None},
+        "generation_config": {"eos_token_id": None},
+    }
+    other = load(copy(folder, tmp_path / "x", **null))
+    assert other.stop == model.stop
+    assert other.tokenizer.decode(other.encode_chat("ab")) == "ab"
+    with pytest.raises(ValueError, match="the chat has 0 tokens; the model needs at least 1"):
+        other.generate("")
+
+
+def test_an_error_of_on_text_ends_the_answer(model):
+    calls = []
+
+    def fail(text):
+        calls.append(text)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate("ab", max_tokens=50, temperature=1.0, on_text=fail)
+    assert len(calls) == 1
+    nested = lambda text: model.generate("cd", max_tokens=1)
+    with pytest.raises(RuntimeError, match="on_text cannot call generate"):
+        model.generate("ab", max_tokens=3, temperature=1.0, on_text=nested)
+    assert model.generate("ab", max_tokens=1).tokens
+
+
+def test_a_long_chat_is_rejected(folder, tmp_path):
+    config = CONFIG | {"max_position_embeddings": 8}
+    other = load(copy(folder, tmp_path / "x", config=config))
+    assert len(other.generate("ab", max_tokens=50).tokens) <= 4
+    with pytest.raises(ValueError, match="the model needs at least 1 and fewer than 8"):
+        other.generate("a long prompt")
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "nf4"])
+def test_a_cache_may_have_another_format(model, format):
+    assert model.generate("ab", max_tokens=2, cache_format=format).tokens
+
+
+def test_a_scale_that_overflows_is_an_error(veneer, tmp_path):
+    large = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) * 1e7
+    save_file({"a.weight": large}, tmp_path / "model.safetensors")
+    code, _, err = veneer(
+        "quantize", tmp_path / "model.safetensors", tmp_path / "x", "--for", "gptq"
+    )
+    assert code == 2
+    assert "a.weight has values that scales in float16, for gptq, cannot represent" in err
+    assert not (tmp_path / "x").exists()

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax  # noqa: F401  # a missing optax skips this module
 import pytest
 from jax import lax
 from jax.sharding import AxisType

@@ -1,5 +1,6 @@
 """`veneer chat`: talk to a language model."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -57,12 +58,14 @@ def run(
         float,
         typer.Option(
             metavar="P",
-            min=0,
+            min=1e-6,
             max=1,
             help="Draw from the fewest tokens with a total probability of P.",
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="The seed of random draws.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="The seed of random draws.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Talk to a language model. Its answers appear word by word.
@@ -72,15 +75,22 @@ def run(
     """
     if as_json and prompt is None:
         raise OptionError("--json prints one answer: add --prompt TEXT")
+    if temperature == 0 and (top_k is not None or top_p < 1):
+        raise OptionError("--top-k and --top-p need a --temperature above 0")
     start = time.perf_counter()
     with report_input_errors():
-        from ..models import load
+        import jax
 
+        from ..models import load, make_cache
+        from ..quant import get_format
+
+        dtypes = ("float32", "float16", "bfloat16")
+        for name in (format, cache):  # before the model is read, which takes time
+            if name is not None and name not in dtypes:
+                get_format(name)
         model = load(path, format)
         if cache is not None:
-            from ..quant import get_format
-
-            get_format(cache)
+            jax.eval_shape(lambda: make_cache(model.config, 64, cache))  # checks its tiles
     load_seconds = time.perf_counter() - start
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -103,6 +113,7 @@ def run(
             chat.append({"role": "user", "content": line})
             answer = _answer(model, chat, options, show=True)
             chat.append({"role": "assistant", "content": answer.text})
+            options["seed"] += 1  # other draws for the next answer
 
 
 def _read_line(is_terminal: bool) -> str | None:
@@ -112,6 +123,8 @@ def _read_line(is_terminal: bool) -> str | None:
     line = sys.stdin.readline()
     if not line and is_terminal:
         print()
+    # Bytes that are not UTF-8 are surrogates, which the tokenizer rejects.
+    line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return line.rstrip("\n") if line else None
 
 
@@ -120,9 +133,18 @@ def _answer(model: Any, chat: list[Any], options: dict[str, Any], *, show: bool)
 
     `options` are keyword arguments of `LanguageModel.generate`, which returns the result.
     """
-    write = lambda text: print(text, end="", flush=True)
+    encoding = sys.stdout.encoding or "utf-8"
+
+    def write(text: str) -> None:
+        print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
     with report_input_errors():
+        model.encode_chat(chat)  # raises the errors of the messages and of the template
+    try:
         answer = model.generate(chat, on_text=write if show else None, **options)
+    except BrokenPipeError:  # as in `veneer chat ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     if show:
         print()
     return answer

@@ -46,7 +46,10 @@ def run(
         for path in models:  # before the reference is read, which takes time
             if not path.exists():
                 raise FileNotFoundError(f"{path} does not exist")
-        content = text.read_text(encoding="utf-8")
+        try:
+            content = text.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{text} is not UTF-8: {error}") from error
         expected = load(reference)
         results = {}
         for path in models:

@@ -76,14 +76,14 @@ def run(
             convert(
                 target, tensors, format, config=metadata, overwrite=overwrite, beside=companions
             )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             if requantize is None and (message := _describe_unsupported(format, tensors)):
                 raise ValueError(message) from error
             raise
     if isinstance(tensors, Requantized):
         _print_errors(tensors.errors)
         if tensors.made_dense:
-            warn(f"{format} keeps these weights dense: {', '.join(tensors.made_dense)}")
+            warn(f"these weights are dense in {target}: {', '.join(tensors.made_dense)}")
 
 
 def _describe_unsupported(format: str, tensors: Any) -> str | None:

@@ -17,6 +17,7 @@ from .shared import (
     OPTION_NAMES_OF_RULES,
     AsJson,
     Command,
+    InputError,
     OptionError,
     Raw,
     companion_files,
@@ -26,6 +27,14 @@ from .shared import (
     report_input_errors,
     warn,
 )
+
+
+class ScaleDtype(StrEnum):
+    """The dtype of scales."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 class Layout(StrEnum):
@@ -66,7 +75,7 @@ def run(
         ),
     ] = None,
     scale_dtype: Annotated[
-        str | None,
+        ScaleDtype | None,
         typer.Option(
             metavar="DTYPE",
             help="The dtype of the scales: float16, bfloat16 or float32. The default is the dtype "
@@ -146,6 +155,7 @@ def run(
     from ..files.checkpoint import open_checkpoint
     from ..files.folder import FolderWriter, TensorFolder
     from ..files.new_folder import write_aside, write_beside
+    from ..quant.models.arguments import can_be_quantized
     from ..quant.models.checkpoint import describe_adapted, quantize_stream
 
     outcomes = []
@@ -172,9 +182,11 @@ def run(
                 options: dict[str, Any] = {"--tile": tile, "--scale-dtype": scale_dtype}
                 options |= {"--rules": rules, "--layout": layout, "--include": include}
                 if extra := [name for name, value in options.items() if value]:
-                    raise OptionError(f"--for {library} cannot be combined with {extra[0]}")
+                    raise OptionError(f"--for {library} cannot be combined with {', '.join(extra)}")
                 chosen = _choose_for(library, format, dense, exclude or [])
-                left_dense, adapted = [], []
+                matrices = [name for name, aval in dense.items() if can_be_quantized(aval)]
+                left_dense = [name for name in matrices if name not in chosen]
+                adapted = []
             calibrated, report = _calibrate(source, calibrate, chosen, method)
             companions = companion_files(source, tensors)
         with report_input_errors((OSError,)), write_aside(target, overwrite=overwrite) as folder:
@@ -183,8 +195,15 @@ def run(
             for value, outcome in _with_progress(stream, len(tensors)):
                 writer.add(outcome.name, value)
                 outcomes.append(outcome)
+                if library is not None and _overflows(outcome):
+                    raise InputError(
+                        f"{outcome.name} has values that scales in float16, for {library}, cannot "
+                        "represent: leave it dense with --exclude"
+                    )
             writer.finish(tensors.manifest.tree if isinstance(tensors, TensorFolder) else None)
-    if left_dense:
+    if left_dense and library is not None:
+        warn(f"dense for {library}: {some_of(left_dense)}")
+    elif left_dense:
         warn(_describe_left_dense(left_dense))
     if adapted:
         warn(
@@ -209,6 +228,12 @@ def run(
         print(f"{count_of(already, 'tensor')} already quantized: copied unchanged")
 
 
+def _overflows(outcome: Any) -> bool:
+    """Return whether a finite tensor became infinite or NaN when it was quantized."""
+    is_finite = lambda x: x is None or math.isfinite(x)
+    return is_finite(outcome.norm) and not is_finite(outcome.error)
+
+
 def _choose_for(
     library: str, format: str | None, avals: Mapping[str, Any], exclude: list[str]
 ) -> dict[str, Any]:
@@ -223,7 +248,12 @@ def _choose_for(
     """
     from ..files.targets import choose_rules
     from ..quant.models.arguments import can_be_quantized
+    from ..quant.models.checkpoint import Selector
 
+    for regex in exclude:
+        selector = Selector(regex, None, stated="--exclude")  # checks the regex
+        if not any(re.fullmatch(regex, name) for name in avals):
+            raise ValueError(f"{selector} matches no tensor")
     shapes = {
         name: aval.shape
         for name, aval in avals.items()
@@ -508,7 +538,7 @@ COMMAND = Command(
     "quantize",
     run,
     "Quantize a checkpoint.",
-    usage="--format FORMAT [OPTIONS]",
+    usage="[OPTIONS]",
     write_section=_write_formats,
     examples=(
         "veneer quantize model small --format int8",
@@ -525,7 +555,8 @@ COMMAND = Command(
         "total": "count, bytes_before and bytes_after of all tensors.",
         "already_quantized": "The number of tensors that are already quantized in IN.",
         "left_dense": "The names of the tensors of rank 2 or more that stay dense, because their "
-        "names do not end in 'weight' or 'kernel'. Empty with --include or --rules.",
+        "names do not end in 'weight' or 'kernel', or because the library of --for keeps them "
+        "dense. Empty with --include or --rules.",
         "not_finite": "The names of the tensors with NaN or infinity.",
         "calibration": "With --calibrate, the relative errors of the outputs of products: mean, "
         "and mean_nearest for weights rounded to nearest. Otherwise null.",

@@ -1,6 +1,6 @@
 """Quantize a checkpoint with calibration on a text, for `veneer quantize --calibrate`.
 
-The models are those that a program of `examples/` runs: BERT sentence encoders and Llamas.
+It runs BERT sentence encoders, by `examples/sentence_encoder.py`, and Llamas, by `models/llama.py`.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def calibrated(
     **Raises:**
 
     - `FileNotFoundError` if a file is missing.
-    - `ValueError` if no program of `examples/` runs the model, or the text is too short.
+    - `ValueError` if no program here runs the model, or the text is too short.
     - The errors of `vn.quant.calibrate`.
     """
     model = load_text_model(source)

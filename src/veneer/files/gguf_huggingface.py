@@ -282,6 +282,9 @@ def huggingface_config(
     for name, token in _TOKENS.items():
         if (number := metadata.get(f"tokenizer.ggml.{token}_token_id")) is not None:
             config[name] = number
+    eot = metadata.get("tokenizer.ggml.eot_token_id")  # the token that ends a message of a chat
+    if eot is not None and eot != config.get("eos_token_id"):
+        config["eos_token_id"] = [x for x in (config.get("eos_token_id"), eot) if x is not None]
     return config
 
 

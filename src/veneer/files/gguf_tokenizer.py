@@ -171,11 +171,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if number is not None and 0 <= number < len(tokens):
             named[name] = (tokens[number], int(number))
-    # The defaults of llama.cpp.
-    kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    usual = kind == "llama" or pre == "llama-bpe"
-    begins = metadata.get("tokenizer.ggml.add_bos_token", usual)
-    begin = [named["bos_token"]] if begins and "bos_token" in named else []
+    begin = [named["bos_token"]] if begins_with_bos(metadata) and "bos_token" in named else []
     ends = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named
     end = [named["eos_token"]] if ends else []
     if begin or end:
@@ -200,12 +196,30 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+# Hugging Face's names of special tokens, and GGUF's.
 _NAMED = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
     "pad_token": "padding",
 }
+
+
+def begins_with_bos(metadata: Mapping[str, Any]) -> bool:
+    """Return whether texts begin with the token BOS: by the metadata, or as llama.cpp does."""
+    kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe"))
+
+
+def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of special tokens in the metadata of a GGUF file, such as "bos_token"."""
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    ids = {name: metadata.get(f"tokenizer.ggml.{x}_token_id") for name, x in _NAMED.items()}
+    return {
+        name: str(tokens[int(i)])
+        for name, i in ids.items()
+        if i is not None and 0 <= int(i) < len(tokens)
+    }
 
 
 def _require_entry(metadata: Mapping[str, Any], name: str) -> Any:

@@ -1,5 +1,6 @@
 """Choose formats that other libraries can hold, for `veneer quantize --for` and `--requantize`."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.value import Value, materialise
-from ..quant import Rule, get_format
+from ..quant import QArray, Rule, get_format
 from ..quant.models.checkpoint import error_norms
 from .codes import UnsupportedByFormat
 from .families import WRITERS
@@ -21,31 +22,45 @@ class Target(NamedTuple):
     - `encode`: converts a quantized weight to the layout of the library, or raises `ValueError`.
     - `formats`: the number formats that can be written, such as "int4". The first is the default.
     - `tiles`: the group sizes, in the order of preference. Formats such as mxfp4 have their own.
-    - `outputs`: the number of outputs of a weight must be a multiple of this number.
+    - `outputs`: returns a number from the bits of a code. The number of outputs of a weight must be
+      a multiple of it, so that the codes fill words.
     - `dense`: a regex of the names of weights that the library keeps dense.
     """
 
     encode: Callable[[Any], Any]
     formats: tuple[str, ...]
     tiles: tuple[int, ...]
-    outputs: int = 1
+    outputs: Callable[[int], int] = lambda bits: 1
     dense: str | None = None
 
 
 # Libraries that quantize linear layers only.
 _EMBEDDINGS = r".*(embed\w*|wte|wpe|lm_head|norm\w*)\.weight"
 
+
+def _encode_gguf(value: Any) -> Any:
+    if not isinstance(value, QArray):
+        raise UnsupportedByFormat(f"it is a {type(value).__name__}, not a QArray")
+    return encode(value)
+
+
 TARGETS = {
-    "gguf": Target(encode, ("int4", "int5", "int8", "iq4_nl", "mxfp4"), (32,)),
+    "gguf": Target(_encode_gguf, ("int4", "int5", "int8", "iq4_nl", "mxfp4"), (32,)),
     "mlx": Target(
         WRITERS["mlx"].encode,
         ("int4", "int2", "int3", "int5", "int6", "int8", "mxfp4", "mxfp8"),
         (64, 32),
     ),
     "gptq": Target(
-        WRITERS["gptq"].encode, ("int4", "int2", "int3", "int8"), (128, 64, 32), 32, _EMBEDDINGS
+        WRITERS["gptq"].encode,
+        ("int4", "int2", "int3", "int8"),
+        (128, 64, 32),
+        lambda bits: 32 // math.gcd(32, bits),
+        _EMBEDDINGS,
     ),
-    "awq": Target(WRITERS["awq"].encode, ("uint4", "int4"), (128, 64, 32), 8, _EMBEDDINGS),
+    "awq": Target(
+        WRITERS["awq"].encode, ("uint4", "int4"), (128, 64, 32), lambda bits: 8, _EMBEDDINGS
+    ),
     "compressed-tensors": Target(
         WRITERS["compressed-tensors"].encode,
         ("int4", "int2", "int3", "int5", "int6", "int7", "int8", "mxfp4"),
@@ -76,11 +91,8 @@ def choose_rules(
     **Raises:** `ValueError` if the library does not have the number format, if there is no weight,
     or if no group size divides the inputs of all weights.
     """
-    chosen = _target(target)
-    qtype = chosen.formats[0] if qtype is None else get_format(qtype).name
-    if qtype not in chosen.formats:
-        raise ValueError(f"{target} has the formats {', '.join(chosen.formats)}, but not {qtype}")
-    names = [name for name, shape in shapes.items() if not _is_kept_dense(target, name, shape)]
+    chosen, qtype = _target(target), _check_format(target, qtype)
+    names = [x for x, shape in shapes.items() if not _is_kept_dense(target, qtype, x, shape)]
     if not names:
         raise ValueError(
             f"no tensor can be quantized for {target}: it needs matrices [out, in] whose names end "
@@ -95,20 +107,29 @@ def choose_rules(
         name = next(name for name in names if shapes[name][1] % smallest)
         raise ValueError(
             f"{target} needs groups of {' or '.join(map(str, tiles))} values, which do not divide "
-            f"the {shapes[name][1]} inputs of {name}"
+            f"the {shapes[name][1]} inputs of {name}. Leave it dense (--exclude)"
         )
     return {name: _rule(name, qtype, tile) for name in names}
 
 
-def _is_kept_dense(target: str, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether the library `target` keeps a tensor dense, by its name and its shape.
+def _check_format(target: str, qtype: str | None) -> str:
+    """Return the name of a number format that the library `target` has. None is its default."""
+    formats = _target(target).formats
+    qtype = formats[0] if qtype is None else get_format(qtype).name
+    if qtype not in formats:
+        raise ValueError(f"{target} has the formats {', '.join(formats)}, but not {qtype}")
+    return qtype
 
-    It does so if the tensor is no matrix, if its number of outputs does not fit, or if the library
-    does not quantize such weights.
+
+def _is_kept_dense(target: str, qtype: str, name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor stays dense for the library `target`, by its name and its shape.
+
+    It does so if the tensor is no matrix, if its number of outputs does not fit the format `qtype`,
+    or if the library does not quantize such weights.
     """
     chosen = _target(target)
     is_matrix = len(shape) == 2 and name.endswith(".weight")
-    fits = is_matrix and shape[0] % chosen.outputs == 0
+    fits = is_matrix and shape[0] % chosen.outputs(int(get_format(qtype).bits)) == 0
     return not fits or bool(chosen.dense and re.fullmatch(chosen.dense, name))
 
 
@@ -168,10 +189,10 @@ class Requantized(Mapping[str, Any]):
     """
 
     def __init__(self, tensors: Mapping[str, Any], target: str, qtype: str):
-        self._tensors, self._qtype = tensors, qtype
+        self._tensors, qtype = tensors, _check_format(target, qtype)
         reasons = find_unsupported(target, tensors)
         shapes = {name: tuple(tensors[name].shape) for name in reasons}
-        can_stay = all(_is_kept_dense(target, name, shape) for name, shape in shapes.items())
+        can_stay = all(_is_kept_dense(target, qtype, *each) for each in shapes.items())
         self._rules = {} if can_stay else choose_rules(target, shapes, qtype)
         self.made_dense = [name for name in shapes if name not in self._rules]
         self.errors: dict[str, tuple[float, float]] = {}

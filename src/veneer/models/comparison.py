@@ -1,6 +1,5 @@
 """Compare a quantized language model with its reference, token by token."""
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ if TYPE_CHECKING:
     from . import LanguageModel
 
 #: The models read windows of this many tokens. The second half of each window is scored, so that
-#: each scored token follows at least this half. llama.cpp's perplexity tool does the same.
+#: each scored token follows at least this half. llama.cpp's perplexity tool does the same. No BOS
+#: token is added.
 WINDOW = 512
 
 
@@ -60,7 +60,8 @@ def compare(
 
     **Raises:** `ValueError` if the text is too short, or if the vocabularies differ.
     """
-    if reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+    same_size = reference.config.vocab_size == model.config.vocab_size
+    if not same_size or reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ValueError("the models have different vocabularies, so they cannot be compared")
     tokens = split_windows(reference.tokenizer, text, windows)
     sums = np.zeros(3)
@@ -77,8 +78,8 @@ def compare(
     all_divergences = np.concatenate(divergences)
     count = len(all_divergences)
     return Comparison(
-        perplexity=math.exp(sums[0] / count),
-        reference_perplexity=math.exp(sums[1] / count),
+        perplexity=float(np.exp(sums[0] / count)),
+        reference_perplexity=float(np.exp(sums[1] / count)),
         kl_mean=float(all_divergences.mean()),
         kl_99_9=float(np.quantile(all_divergences, 0.999)),
         same_top=float(sums[2] / count),
@@ -101,6 +102,8 @@ def split_windows(tokenizer: Any, text: str, count: int | None = None) -> np.nda
     """
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     count = max(len(tokens) // WINDOW, 1) if count is None else count
+    if count < 1:
+        raise ValueError(f"the number of windows must be 1 or more, not {count}")
     if len(tokens) < count * WINDOW:
         raise ValueError(f"the text has {len(tokens)} tokens, but {count * WINDOW} are needed")
     return np.asarray(tokens[: count * WINDOW], np.int32).reshape(-1, WINDOW)
@@ -125,7 +128,7 @@ def _score_window(
     of the reference, and `params` the parameters of the model.
     """
     # Position i predicts token i + 1.
-    scored, targets = slice(WINDOW // 2 - 1, WINDOW - 1), tokens[0, WINDOW // 2 :]
+    scored, targets = slice(WINDOW // 2, WINDOW - 1), tokens[0, WINDOW // 2 + 1 :]
 
     def log_probabilities(params: Any, config: llama.LlamaConfig) -> jax.Array:
         cache = llama.empty_cache(config, 1, WINDOW, params["model.norm.weight"].dtype)

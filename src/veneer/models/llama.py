@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.experimental import io_callback
 
 Params = Mapping[str, Any]
 
@@ -41,6 +43,7 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, float, float, float] | None = None  # Llama 3.1, see `rope_angles`
     sliding_window: int | None = None  # the number of tokens that a token attends to
+    max_position_embeddings: int | None = None  # the number of tokens that the model was trained on
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> "LlamaConfig":
@@ -58,6 +61,10 @@ class LlamaConfig:
             raise UnsupportedModelError(
                 f"activations are {entries['hidden_act']!r}; this program has 'silu'"
             )
+        needed = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
+        for name in (*needed, "num_attention_heads"):
+            if not isinstance(entries.get(name), int) or entries[name] < 1:
+                raise UnsupportedModelError(f"{name} must be a number, not {entries.get(name)!r}")
         heads = entries["num_attention_heads"]
         rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
         return cls(
@@ -70,6 +77,7 @@ class LlamaConfig:
             rope_theta=entries.get("rope_theta") or rope.get("rope_theta", 10_000.0),
             rope_scaling=_scaling(rope),
             sliding_window=_window(entries),
+            max_position_embeddings=entries.get("max_position_embeddings"),
         )
 
 
@@ -102,6 +110,8 @@ def _scaling(rope: Mapping[str, Any]) -> tuple[float, float, float, float] | Non
             f"rotary positions are scaled as {kind!r}; this program has 'llama3'"
         )
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if missing := [name for name in names if name not in rope]:
+        raise UnsupportedModelError(f"the rotary positions of llama3 need {missing[0]}")
     factor, low, high, before = (float(rope[name]) for name in names)
     return factor, low, high, before
 
@@ -295,6 +305,7 @@ def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p:
         likely, _ = lax.top_k(found, top_k or found.shape[-1])
         chance = jax.nn.softmax(likely)
         is_kept = jnp.cumsum(chance, -1) - chance < top_p  # by the probability of the tokens before
+        is_kept = is_kept.at[..., 0].set(True)
         least = likely.min(-1, keepdims=True, initial=jnp.inf, where=is_kept)
         found = jnp.where(found >= least, found, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, found).astype(jnp.int32)
@@ -359,7 +370,8 @@ def generate(
     - `cache`: an empty cache with room for `padded + count` tokens, in any format. None makes a
       dense cache.
     - `stop`: tokens that end a text. The first one of them fills the result after the end.
-    - `show`: called with each column of tokens, `[batch]`, while the loop runs.
+    - `show`: called with each column of tokens, `[batch]`, while the loop runs. A true result ends
+      all texts.
     - `chunk`: how many tokens of each prompt are read at once.
 
     **Returns:** tokens `[batch, count]`.
@@ -382,9 +394,11 @@ def generate(
         draws = jax.vmap(lambda k: jax.random.fold_in(k, step))(keys)
         token = next_token(logits(params, x), draws, temperature, top_k, top_p)
         token = jnp.where(done, ends[0] if stop else 0, token)
+        is_end = (token[:, None] == ends).any(1)
         if show is not None:
-            jax.debug.callback(show, token, ordered=True)
-        return written.at[:, step].set(token), done | (token[:, None] == ends).any(1)
+            result = jax.ShapeDtypeStruct((), jnp.bool_)
+            is_end |= io_callback(lambda x: np.bool_(show(x)), result, token, ordered=True)
+        return written.at[:, step].set(token), done | is_end
 
     def more(state: Any) -> Array:
         return (state[0] < count) & ~state[1][1].all()

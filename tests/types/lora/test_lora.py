@@ -545,7 +545,7 @@ def test_operators_on_a_weight_with_a_dropout_key_raise(f):
         f(lora)
 
 
-@pytest.mark.parametrize("options", [{}, {"magnitude": jnp.ones((1, 4))}], ids=["lora", "dora"])
+@pytest.mark.parametrize("options", [{}, {"magnitude": arrays.ones((1, 4))}], ids=["lora", "dora"])
 def test_vmap_of_jvp_of_cond_agrees_with_dense(options):
     w = example(**options)
     f = lambda p, w: jax.lax.cond(p, lambda w: jnp.sin(X @ w), lambda w: X @ w * 2, w)

@@ -1,6 +1,6 @@
 """Functions of mathematics: elementary and special functions, and complex numbers.
 
-The module `maths` implements elementary functions. A special function is a JAX function, defined
+The package `maths` implements elementary functions. A special function is a JAX function, defined
 here or in JAX, which is traced into each program, so that its steps fuse with the operations around
 it. Half precision is computed in float32.
 """

@@ -69,7 +69,7 @@ class Selector:
     - `scale_dtype`: the dtype of the scales. None is the dtype that the format chooses.
 
     **Raises:** `ValueError` if the regex or the format is invalid, or a tile size is below 1 or
-    differs from the fixed one of the format.
+    differs from the fixed one of the format, or the dtype of scales is not floating.
     """
 
     regex: str
@@ -80,7 +80,10 @@ class Selector:
     scale_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        self.rule(-1)  # checks the arguments
+        try:
+            self.rule(-1)  # checks the arguments
+        except TypeError as error:  # a dtype that is not floating, or none at all
+            raise ValueError(str(error)) from error
 
     def __str__(self) -> str:
         return f"{self.stated} {self.regex!r}"
