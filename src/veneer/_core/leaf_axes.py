@@ -93,9 +93,10 @@ def partition_leaves(
 ) -> list[PartitionSpec] | None:
     """Return the `PartitionSpec` of each leaf for `spec`, a `PartitionSpec` of the dense array.
 
-    `axes` is the result of `leaf_axes`. `old` is the shape of the dense array, and `new` is its
-    shape after it is split into parts, or joined from parts. Return None if a split would cut
-    through a block. Along an axis with `block="shared"`, each part gets a copy of the only entry.
+    `axes` is the result of `leaf_axes`. `old` is the shape of the dense array. `new` is the shape
+    of one shard, if the array is split over devices, or of the whole array, if shards are joined.
+    Return None if the border of a shard would cut through a block. A leaf has one entry along an
+    axis with `block="shared"`. It is replicated, so its entry in the `PartitionSpec` is None.
     """
 
     def spec_entry(axis: LeafAxis | None) -> Any:

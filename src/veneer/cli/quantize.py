@@ -332,7 +332,8 @@ def _parse_tile(tile: str | None, format: str) -> Any:
 def _find_left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any]) -> list[str]:
     """Return the names of the matrices that stay dense because no selector matches their names.
 
-    `avals` is a dict from the names of all dense tensors of the checkpoint `source`.
+    `avals` is a dict from the names of the tensors in the checkpoint `source` that are not
+    quantized to their shapes and dtypes. `selectors` are the `Selector`s of the options.
 
     **Raises:** `ValueError` if nothing can be quantized.
     """

@@ -180,7 +180,11 @@ def encode_metadata(value: Value, children: Sequence[str | int]) -> dict[str, An
 
 
 def encode_static(x: Any) -> Any:
-    """Return the value of a static field as JSON. Objects of other types are stored as a name."""
+    """Return the value of a static field as JSON.
+
+    Numbers, strings, tuples, dtypes and `Packing` are stored as they are. Of any other object, such
+    as a function, only the name is stored.
+    """
     if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
         return x
     if type(x) is tuple:

@@ -269,7 +269,10 @@ class WrittenContents:
     targets: tuple[int | ReferenceType[Contents], ...]
 
     def write_to_boxes(self, boxes: Sequence[Box]) -> None:
-        """Write the contents to their Boxes. `boxes` are the Boxes among the arguments."""
+        """Write the new contents, which the compiled function returned, to the Boxes.
+
+        `boxes` are the Boxes among the arguments of this call, in order.
+        """
         for target, tree in zip(self.targets, self.trees, strict=True):
             contents = boxes[target]._contents if isinstance(target, int) else target()
             if contents is not None:  # None if the Box was deleted

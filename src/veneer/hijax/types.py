@@ -136,8 +136,9 @@ class HighType(StructuredType, jax.core.ShapedArray):
     """The type of an implicit array, with the shape and dtype of the dense array.
 
     Two implicit arrays have the same type if their classes, their metadata and the types of their
-    leaves are equal. An implicit array in a field is one leaf with its own high type, if only its
-    class sets `dense_tangent`. An example is the quantized weight in a LoRA update.
+    leaves are equal. An implicit array in a field of another one is usually flattened to its own
+    leaves. But if its class sets `dense_tangent` and the outer class does not, it is one leaf with
+    its own high type. An example is the quantized weight in a `LoraArray`.
     """
 
     dense_tangent: bool

@@ -62,7 +62,10 @@ class Unoptimized(Compiler):
     """
 
     def compile_extra(self, func: Callable[..., Any]) -> Any:
-        """Compile a function into an `_UnoptimizedLibrary`."""
+        """Compile a function to LLVM code that is not optimized yet, as an `_UnoptimizedLibrary`.
+
+        Numba calls this method of its compiler for each function.
+        """
         self.state.library = _UnoptimizedLibrary(self.state.targetctx.codegen(), func.__qualname__)
         return super().compile_extra(func)
 

@@ -161,10 +161,12 @@ def _programs_for(x: Any) -> dict[str, Program]:
 
 
 class _Check:
-    """A check of one implicit array, the example: programs, rules that ran, and differences.
+    """The check of one implicit array, `example`, and its results.
 
-    If a program raises an error whose message contains `type_name`, the array type rejects the
-    program. All other errors count as differences. If `type_name` is None, every error does.
+    It runs programs on `example` and on its dense array, and stores the rules that ran and the
+    programs whose results differ. An error whose message contains `type_name` means that the array
+    type rejects the program. Any other error counts as a difference. If `type_name` is None, all
+    errors do.
     """
 
     def __init__(self, example: Any, dense: Callable, type_name: str | None, tolerance: float):

@@ -69,10 +69,10 @@ class InBasis(ImplicitArray, abstract=True):
         raise NotImplementedError
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Multiply `x` by `T.T` along the transformed axes: the transpose of `into_basis`.
+        """Transform a dense array from the basis of this array back: the transpose of `into_basis`.
 
-        `x` is, for example, the result of a product that contracts other axes. The arguments have
-        the same meaning as in `into_basis`.
+        `x` is, for example, the result of a product with this array, which keeps the transformed
+        axes. `places` is the same as in `into_basis`.
         """
         raise NotImplementedError
 

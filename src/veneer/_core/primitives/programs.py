@@ -117,7 +117,9 @@ class _NoRuleError(Exception):
 def _apply_rules_of_function(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:
     """Run the rule of a jitted function, such as `jnp.linalg.det`, instead of its jaxpr.
 
-    Return NotImplemented if no function that was traced to this jaxpr has a rule for these values.
+    Several functions with the name `name` can have this jaxpr, for example `f` and `partial(f,
+    k=1)`. The first one with a rule for the operands `values` applies. Return NotImplemented if
+    there is none.
     """
 
     def apply(function: JittedFunction, *values: Any) -> Any:

@@ -307,10 +307,11 @@ def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
 def capture_context(trace: ImplicitTrace) -> Callable[..., Callable[..., list[Any]]]:
     """Return a decorator for functions that JAX runs later, such as derivative rules.
 
-    The decorated function takes and returns dense and implicit arrays. It calls the original
-    function with tracers of the same call of `implicit` as `trace` in place of implicit arrays, so
-    that our rules run. During the call, the policy for reports and the `Place` are the same as when
-    `capture_context` was called. The decorator takes `is_derivative=True` for a derivative rule.
+    The decorated function takes and returns dense and implicit arrays. It wraps each implicit array
+    in a tracer, as `trace` does, and calls the original function, so that the rules of implicit
+    arrays run. During the call, the reaction to materialization and the place in the program (the
+    named scopes) are the same as when `capture_context` was called. The decorator takes
+    `is_derivative=True` for a derivative rule.
     """
     tag, policy, restore_place = trace.tag, current_policy(), capture_place()
 

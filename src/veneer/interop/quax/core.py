@@ -282,7 +282,7 @@ class Delegating(ArrayValue):
 
     @abc.abstractmethod
     def to_veneer(self) -> ImplicitArray:
-        """Return this array as an array of the Veneer type.
+        """Convert this array to an array of the type of Veneer that its class corresponds to.
 
         If this array must not be materialized, `materialise` of the result raises an error.
         """

@@ -94,10 +94,10 @@ def count(job):
 
 
 def build(kind: str) -> tuple[Any, Any]:
-    """Return the native functions `count` and `work` of the kernel that quantizes to a format.
+    """Return the two functions, compiled by Numba, of the kernel that quantizes to a format.
 
-    `kind` is the format, a key of `QUANTIZED_BITS` such as "nf4". `JobFunctions` describes the two
-    functions.
+    `count(job)` returns the number of parts of a job, and `work(job, part)` quantizes one part.
+    Threads take the parts. `kind` is the format, a key of `QUANTIZED_BITS` such as "nf4".
     """
     bits = QUANTIZED_BITS[kind]
     quantize_tile_row = _build_tile_row_quantizer(kind, bits)

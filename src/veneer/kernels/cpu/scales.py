@@ -297,9 +297,9 @@ def entry_bytes(type):
 
 @native
 def stored_bytes(type, count):
-    """Return the number of bytes that `count` numbers of the dtype with number `type` take.
+    """Return the size in bytes of `count` stored scales or minima.
 
-    For bit planes, `count` is a multiple of 8.
+    `type` is the index of their dtype, as in a job. For bit planes, `count` is a multiple of 8.
     """
     return count // 8 * PLANES if type == PLANES_TYPE else count * entry_bytes(type)
 

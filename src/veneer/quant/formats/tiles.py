@@ -149,8 +149,9 @@ def choose_scale_axes(
     - `ndim`: the rank of the array.
     - `shared`: the axes that the product contracts, counted from the front. Without tiles, values
       along these axes share a scale.
-    - `format`: the format of the values, or None if they are not quantized. A format with a fixed
-      tile size uses only the last axis of `shared`. Along other axes, each index has a scale.
+    - `format`: the format of the values, or None if they are not quantized. If the format has a
+      fixed tile size, only the last axis of `shared` has tiles. Along all other axes, each index
+      has its own scale.
     - `tile_size`: the tile size along the last axis of `shared`, or pairs `(axis, tile size)` of
       any axes. None means no tiles, unless the format has a tile size.
     """

@@ -70,10 +70,11 @@ class HiValue(ArrayValue):
 def register_rules(cls: type[HiValue], rules: Mapping[Primitive, Callable[..., Any]], /) -> None:
     """Register functions of hijax values as the rules of primitives for a `HiValue` class.
 
-    A function takes the operands by position: the leaf of a `cls`, or a dense array. At least one
-    operand is a `cls`. Parameters of the primitive are passed if the function has keyword-only
-    arguments with their names, or `**kwargs`. If the function returns a hijax value, the result is
-    a `cls`. Other results are returned unchanged.
+    A function runs if at least one operand is a `cls`. It takes the operands by position: in place
+    of each `cls` its only leaf, a hijax value, and dense arrays unchanged. Parameters of the
+    primitive are passed if the function has keyword-only arguments with their names, or `**kwargs`.
+    If the function returns a hijax value, the result is a `cls`. Other results are returned
+    unchanged.
 
     **Arguments:**
 
