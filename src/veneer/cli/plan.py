@@ -197,7 +197,7 @@ def _split_table(plans: "Sequence[SplitPlan]") -> str:
     return text_table(headings, rows, right=headings)
 
 
-def _format_bytes(n: float) -> str:
+def _format_bytes(n: int | float) -> str:
     return f"{n / 1e9:,.1f} GB" if n >= 1e8 else f"{n / 1e6:,.1f} MB"
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from . import manifest
 from .tensor_file import SHARD_BYTES, WRITTEN_WITH, ShardWriter, TensorFile
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+_T = TypeVar("_T", bound="Checkpoint")
 
 
 class Checkpoint(abc.ABC):
@@ -43,7 +45,7 @@ class Checkpoint(abc.ABC):
     def close(self) -> None:
         """Close the files."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _T) -> _T:  # not `Self`, which beartype cannot check
         return self
 
     def __exit__(self, *exception: object) -> None:

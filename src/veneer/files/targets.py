@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.value import Value, materialise
 from ..quant import QArray, Rule, get_format
@@ -205,7 +206,7 @@ class Requantized(Mapping[str, Any]):
         if name in self.made_dense:
             return dense
         changed = self._rules[name].quantize(dense)
-        self.errors[name] = error_norms(dense, changed)
+        self.errors[name] = error_norms(np.asarray(dense), changed)
         return changed
 
     def __iter__(self) -> Iterator[str]:
