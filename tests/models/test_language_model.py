@@ -150,12 +150,12 @@ def test_another_architecture_is_rejected(tmp_path, folder):
 
 
 def test_wrong_arguments_of_generate_raise(model):
-    wrong = [{"max_tokens": 0}, {"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}]
-    for options in [*wrong, {"temperature": 1e-40}, {"top_p": 2}, {"top_k": 0}]:
+    wrong = [{"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}]
+    for options in [*wrong, {"temperature": 1e-40}, {"top_p": 2.0}, {"top_k": 0}]:
         with pytest.raises(ValueError, match="max_tokens and top_k must be 1 or more"):
             model.generate("ab", **options)
     for messages in (5, b"ab", ["ab"], [{"role": "user"}], {"content": "ab"}):
-        with pytest.raises(TypeError, match="messages must be a string or a list"):
+        with pytest.raises(TypeError):
             model.encode_chat(messages)
     strict = LanguageModel(
         model.params, model.config, model.tokenizer, template="{{ raise_exception('no') }}"
@@ -337,7 +337,8 @@ def test_convert_names_all_weights_that_it_rejects(veneer, folder, tmp_path):
     assert code == 0
     assert "model.layers.1.self_attn.v_proj.weight" in out
     assert "total of 14" in out
-    assert "gptq keeps these weights dense: lm_head.weight, model.embed_tokens.weight" in err
+    assert "dense in" in err
+    assert "lm_head.weight, model.embed_tokens.weight" in err
     assert load(tmp_path / "x").formats == ("int4", "float32")
 
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.experimental import io_callback
 
 Params = Mapping[str, Any]
+Array = Any  # a JAX array, a NumPy array or an implicit array
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -268,7 +269,7 @@ def swiglu(layer: Params, x: Array) -> Array:
     return linear(layer, "mlp.down_proj", jax.nn.silu(gate) * up)
 
 
-def norm(scale: Array, x: Array, config: LlamaConfig) -> Array:
+def norm(scale: Array, x: Array, config: Any) -> Array:
     """Apply RMSNorm (Zhang and Sennrich, 2019) along the last axis of `x`, computed in f32."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + config.rms_norm_eps)
@@ -286,7 +287,9 @@ def most_likely(found: Array) -> Array:
     return lax.top_k(found, 1)[1][..., 0].astype(jnp.int32)
 
 
-def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p: float) -> Array:
+def next_token(
+    found: Array, keys: Array, temperature: int | float, top_k: Any, top_p: float
+) -> Array:
     """Choose the next token of each text, from its logits and its random key.
 
     At a temperature of 0, it is the most likely token. Otherwise it is sampled from the `top_k`
@@ -349,7 +352,7 @@ def generate(
     cache: KeyValueCache | None = None,
     *,
     count: int,
-    temperature: float = 0.0,
+    temperature: int | float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     stop: Sequence[int] = (),
