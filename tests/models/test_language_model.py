@@ -380,6 +380,8 @@ def test_tokens_that_the_model_does_not_have_are_rejected(folder, tmp_path):
     other = load(copy(folder, tmp_path / "x", tokenizer=words.to_str()))
     with pytest.raises(ValueError, match="the model has only 320 tokens"):
         other.generate("word98")
+    with pytest.raises(ValueError, match="a model has only 320 tokens"):
+        compare(other, other, "word98 word97 " * 300, windows=1)
 
 
 @pytest.mark.parametrize(

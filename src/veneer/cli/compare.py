@@ -51,10 +51,10 @@ def run(
         except UnicodeDecodeError as error:
             raise ValueError(f"{text} is not UTF-8: {error}") from error
         expected = load(reference)
-        results = {}
-        for path in models:
-            results[path] = compare(expected, load(path), content, windows=windows)
-    first = next(iter(results.values()))
+        results = [
+            (path, compare(expected, load(path), content, windows=windows)) for path in models
+        ]
+    first = results[0][1]
     if as_json:
         document: dict[str, Any] = {
             "reference": {
@@ -70,7 +70,7 @@ def run(
                     for name, value in asdict(result).items()
                     if name != "tokens" and not name.startswith("reference")
                 }
-                for path, result in results.items()
+                for path, result in results
             ],
         }
         print_json(document)
@@ -78,7 +78,7 @@ def run(
     _print_results(reference, results, first)
 
 
-def _print_results(reference: Path, results: dict[Path, Any], first: Any) -> None:
+def _print_results(reference: Path, results: list[tuple[Path, Any]], first: Any) -> None:
     from rich.filesize import decimal
 
     from .._report.tables import print_rich, rich_table
@@ -86,7 +86,7 @@ def _print_results(reference: Path, results: dict[Path, Any], first: Any) -> Non
     columns = ["model", "bytes", "perplexity", "KL mean", "KL 99.9%", "same top token"]
     rows = [[str(reference), decimal(first.reference_nbytes), f"{first.reference_perplexity:.3f}"]]
     rows[0] += [""] * 3
-    for path, result in results.items():
+    for path, result in results:
         rows.append(
             [
                 str(path),

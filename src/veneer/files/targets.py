@@ -186,7 +186,7 @@ class Requantized(Mapping[str, Any]):
       of the change, and of the weight before.
 
     **Raises:** `ValueError` if the library does not have the number format, or if no group size
-    divides the inputs of a weight.
+    divides the inputs of a weight. Lookup raises it if the scales of a weight overflow float16.
     """
 
     def __init__(self, tensors: Mapping[str, Any], target: str, qtype: str):
@@ -206,7 +206,10 @@ class Requantized(Mapping[str, Any]):
         if name in self.made_dense:
             return dense
         changed = self._rules[name].quantize(dense)
-        self.errors[name] = error_norms(np.asarray(dense), changed)
+        error, norm = error_norms(np.asarray(dense), changed)
+        if math.isfinite(norm) and not math.isfinite(error):
+            raise ValueError(f"the scales of {name} overflow float16, which this library needs")
+        self.errors[name] = error, norm
         return changed
 
     def __iter__(self) -> Iterator[str]:

@@ -64,6 +64,9 @@ def compare(
     if not same_size or reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         raise ValueError("the models have different vocabularies, so they cannot be compared")
     tokens = split_windows(reference.tokenizer, text, windows)
+    rows = min(len(m.params["model.embed_tokens.weight"]) for m in (reference, model))
+    if tokens.max() >= rows:
+        raise ValueError(f"the text has token {tokens.max()}, but a model has only {rows} tokens")
     sums = np.zeros(3)
     divergences = []
     for window in tokens:
