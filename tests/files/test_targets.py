@@ -123,5 +123,5 @@ def test_weights_that_a_library_holds_are_not_changed():
 def test_scales_that_overflow_are_an_error():
     rule = vn.quant.Rule(".*", "nf4", tile_size=64, tile_axis=-1)
     large = {"a.weight": rule.quantize(arrays.normal(32, 64) * 1e7)}
-    with pytest.raises(ValueError, match="the scales of a.weight overflow float16"):
+    with pytest.raises(ValueError, match=r"the scales of a\.weight overflow float16"):
         Requantized(large, "gptq", "int4")["a.weight"]
